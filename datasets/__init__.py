@@ -1,0 +1,1 @@
+"""Seeded generators of click data and readers for public data sets."""

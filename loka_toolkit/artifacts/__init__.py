@@ -1,0 +1,1 @@
+"""What passes between rooms: frozen, versioned, self-describing."""

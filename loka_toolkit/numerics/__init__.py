@@ -1,0 +1,1 @@
+"""Formats, scaling, casting, error metrics, conjugate posteriors, roofline: pure functions."""

@@ -1,0 +1,101 @@
+"""Floating-point formats as data: everything else is derived from five numbers.
+
+Sources: OCP 8-bit Floating Point Specification (OFP8) revision 1.0, table 1, for e4m3 (e4m3fn) and
+e5m2; IEEE 754-2019 for the 16- and 32-bit formats.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+
+import torch
+
+from loka_toolkit.errors import UnknownNameError
+
+
+class Specials(enum.Enum):
+    """What the largest exponent field of a format encodes."""
+
+    IEEE = "infinities and NaNs, as in IEEE 754"
+    FINITE_NAN = "finite values; only the all-ones code of each sign is NaN"
+
+
+@dataclasses.dataclass(frozen=True)
+class FloatFormat:
+    """A binary floating-point format.
+
+    Attributes:
+        name: The name in recipes.
+        exponent_bits: Width of the exponent field.
+        mantissa_bits: Width of the trailing significand field.
+        bias: Exponent bias.
+        specials: What the largest exponent field encodes.
+        torch_dtype: The storage type.
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    bias: int
+    specials: Specials
+    torch_dtype: torch.dtype
+
+    @property
+    def bits(self) -> int:
+        """Storage width, sign included."""
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    @functools.cached_property
+    def max_exponent(self) -> int:
+        """Exponent of the largest finite value."""
+        top = (1 << self.exponent_bits) - 1
+        return (top if self.specials is Specials.FINITE_NAN else top - 1) - self.bias
+
+    @functools.cached_property
+    def min_exponent(self) -> int:
+        """Exponent of the smallest normal value."""
+        return 1 - self.bias
+
+    @functools.cached_property
+    def max(self) -> float:
+        """Largest finite value."""
+        steps = (2 << self.mantissa_bits) - (2 if self.specials is Specials.FINITE_NAN else 1)
+        return float(steps) * 2.0 ** (self.max_exponent - self.mantissa_bits)
+
+    @functools.cached_property
+    def smallest_normal(self) -> float:
+        """Smallest positive normal value."""
+        return float(2.0**self.min_exponent)
+
+    @functools.cached_property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive value."""
+        return float(2.0 ** (self.min_exponent - self.mantissa_bits))
+
+    @property
+    def has_infinity(self) -> bool:
+        """Whether the format encodes infinities."""
+        return self.specials is Specials.IEEE
+
+
+E4M3 = FloatFormat("e4m3", 4, 3, 7, Specials.FINITE_NAN, torch.float8_e4m3fn)
+E5M2 = FloatFormat("e5m2", 5, 2, 15, Specials.IEEE, torch.float8_e5m2)
+FP16 = FloatFormat("fp16", 5, 10, 15, Specials.IEEE, torch.float16)
+BF16 = FloatFormat("bf16", 8, 7, 127, Specials.IEEE, torch.bfloat16)
+FP32 = FloatFormat("fp32", 8, 23, 127, Specials.IEEE, torch.float32)
+
+FP8_FORMATS: dict[str, FloatFormat] = {f.name: f for f in (E4M3, E5M2)}
+
+
+def fp8_format(name: str) -> FloatFormat:
+    """Return the FP8 format of that name.
+
+    Raises:
+        UnknownNameError: If there is none.
+    """
+    try:
+        return FP8_FORMATS[name]
+    except KeyError:
+        raise UnknownNameError("FP8 format", name, FP8_FORMATS) from None
