@@ -1,4 +1,4 @@
-"""Where something was recorded, measured or trained: the fingerprint that every artifact carries."""
+"""The fingerprint that every artifact carries: where it was recorded, measured or trained."""
 
 from __future__ import annotations
 

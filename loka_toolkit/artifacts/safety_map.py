@@ -51,8 +51,8 @@ class SpeedEvidence(enum.StrEnum):
 class Criterion(enum.StrEnum):
     """The criteria of the tolerance that are modelled, each larger-is-better and in dB.
 
-    ``underflow`` is -10 log10 of the underflow share of the worst input-column group; ``saturation``
-    -10 log10 of the saturation share; both are floored as the analysis documents.
+    ``underflow`` is -10 log10 of the underflow share of the worst input-column group;
+    ``saturation`` -10 log10 of the saturation share; both are floored as the analysis documents.
     """
 
     SQNR = "sqnr"
@@ -64,7 +64,7 @@ class Criterion(enum.StrEnum):
 class Posterior(msgspec.Struct, frozen=True):
     """Normal-inverse-gamma posterior of a cell's criterion, hyperparameters averaged.
 
-    The mean is Normal(mu, variance / kappa), the variance InverseGamma(alpha, beta), in dB and dB^2.
+    The mean is Normal(mu, variance / kappa), the variance InverseGamma(alpha, beta); dB and dB^2.
 
     Attributes:
         mu: Location of the mean, dB.

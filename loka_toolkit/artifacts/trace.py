@@ -119,34 +119,24 @@ ERRORS = TableSchema(
         Column("rank", _T.INT32, "rank that wrote the row"),
         Column("site", _T.STRING, "site name"),
         Column("recipe", _T.STRING, "recipe name"),
-        Column(
-            "relative_frobenius", _T.FLOAT64, "|error|_F / |output|_F; null if output is 0", True
-        ),
+        Column("relative_frobenius", _T.FLOAT64, "|error|_F / |output|_F; null if 0/0", True),
         Column("sqnr_db", _T.FLOAT64, "-20 log10 of relative_frobenius, at most 200 dB", True),
-        Column(
-            "row_sqnr_db_p05", _T.FLOAT64, "5th percentile over output rows of their SQNR", True
-        ),
-        Column(
-            "element_error_median", _T.FLOAT64, "median of |error| / |output| per element", True
-        ),
+        Column("row_sqnr_db_p05", _T.FLOAT64, "5th percentile of the output rows' SQNR", True),
+        Column("element_error_median", _T.FLOAT64, "median of |error| / |output|", True),
         Column("element_error_mean", _T.FLOAT64, "mean of the same (MERE)", True),
-        Column("underflow_share", _T.FLOAT64, "share of non-zero elements flushed, both operands"),
+        Column("underflow_share", _T.FLOAT64, "share of non-zeros flushed, both operands"),
         Column("underflow_share_worst_group", _T.FLOAT64, "the same in the worst column group"),
         Column("underflow_worst_group", _T.STRING, "operand[first:last column] of it", True),
-        Column("saturation_share", _T.FLOAT64, "larger share of the two operands that was clipped"),
-        Column("scale_a", _T.FLOAT64, "decode scale of A; null where there is one per row", True),
-        Column(
-            "scale_b", _T.FLOAT64, "decode scale of B; null where there is one per column", True
-        ),
+        Column("saturation_share", _T.FLOAT64, "clipped share, the larger of two operands"),
+        Column("scale_a", _T.FLOAT64, "decode scale of A; null if one per row", True),
+        Column("scale_b", _T.FLOAT64, "decode scale of B; null if one per column", True),
         Column("impact_first_order", _T.FLOAT64, "sum(g e) in units of the mean loss", True),
         Column("impact_second_order", _T.FLOAT64, "0.5 B sum_b (g_b e_b)^2, same units", True),
         Column("impact_standard_error", _T.FLOAT64, "of the first order, from sampling rows", True),
         Column("impact_status", _T.STRING, "ok, beyond-validity or unknown"),
         Column("impact_reason", _T.STRING, "why impact is null or beyond validity", True),
-        Column("gradient_bias", _T.FLOAT64, "<dG,G>/<G,G> of the gradient reached", True),
-        Column(
-            "gradient_noise_ratio", _T.FLOAT64, "|dG|^2 / trace of the gradient covariance", True
-        ),
+        Column("gradient_bias", _T.FLOAT64, "<dG,G>/<G,G> of the gradient", True),
+        Column("gradient_noise_ratio", _T.FLOAT64, "|dG|^2 / trace of its covariance", True),
         Column("gradient_reason", _T.STRING, "why the gradient columns are null", True),
         Column("sampled_rows", _T.INT64, "output rows on which the error was computed"),
         Column("sampled_columns", _T.INT64, "output columns on which it was computed"),
