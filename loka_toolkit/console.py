@@ -1,0 +1,142 @@
+"""How the command line speaks: results on stdout, progress and errors on stderr."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from loka_toolkit.errors import LokaError
+
+EXIT_DONE = 0
+EXIT_ERROR = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_verbose = False
+
+ProgressCallback = Callable[[str, int, int], None]
+"""Called with the name of a stage, how much of it is done, and how much there is."""
+
+
+def set_verbose(verbose: bool) -> None:
+    """Choose whether an unforeseen error prints its traceback."""
+    global _verbose
+    _verbose = verbose
+
+
+def guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Turn our own errors, and an interrupt, into one line on stderr and an exit code."""
+
+    @functools.wraps(function)
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        try:
+            return function(*args, **kwargs)
+        except LokaError as error:
+            fail(str(error))
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            fail("interrupted; what was written so far is complete and can be resumed")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+        except typer.Exit:
+            raise
+        except Exception as error:
+            fail(f"internal error: {type(error).__name__}: {error} (-v shows the traceback)")
+            if _verbose:
+                traceback.print_exc()
+            raise typer.Exit(EXIT_ERROR) from None
+
+    return wrapper
+
+
+def fail(message: str) -> None:
+    """Print one error line on stderr."""
+    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+
+
+def warn(message: str) -> None:
+    """Print one warning line on stderr."""
+    print(f"warning: {' '.join(message.split())}", file=sys.stderr)
+
+
+def emit(value: Any, *, as_json: bool, quiet: bool, lines: Sequence[str] = ()) -> None:
+    """Print a result: as one JSON document, as lines for people, or not at all.
+
+    Args:
+        value: What ``--json`` prints; anything that msgspec encodes.
+        as_json: Print JSON, whatever ``quiet`` says.
+        quiet: Print nothing for people.
+        lines: What people read.
+    """
+    if as_json:
+        encoded = msgspec.json.format(msgspec.json.encode(value), indent=2)
+        print(encoded.decode())
+    elif not quiet:
+        for line in lines:
+            print(line)
+
+
+def table_lines(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:
+    """Return an aligned plain-text table as lines."""
+    console = Console(width=_width(), color_system=None, force_terminal=False)
+    table = Table(box=None, pad_edge=False, show_edge=False)
+    for header in headers:
+        table.add_column(header, overflow="fold", justify="left")
+    for row in rows:
+        table.add_row(*(("" if value is None else str(value)) for value in row))
+    with console.capture() as capture:
+        console.print(table, markup=False, highlight=False)
+    return [line.rstrip() for line in capture.get().splitlines()]
+
+
+@contextmanager
+def progress_reporter(quiet: bool) -> Iterator[ProgressCallback]:
+    """Yield a callback that draws bars on a terminal and prints plain lines in a log."""
+    if quiet:
+        yield lambda stage, done, total: None
+        return
+    if not sys.stderr.isatty():
+        yield _plain_progress()
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks: dict[str, Any] = {}
+
+        def draw(stage: str, done: int, total: int) -> None:
+            if stage not in tasks:
+                tasks[stage] = bars.add_task(stage, total=max(total, 1))
+            bars.update(tasks[stage], completed=done, total=max(total, 1))
+
+        yield draw
+
+
+def _plain_progress() -> ProgressCallback:
+    last: dict[str, int] = {}
+
+    def print_line(stage: str, done: int, total: int) -> None:
+        tenth = 10 * done // total if total else 10
+        if last.get(stage) != tenth:
+            last[stage] = tenth
+            print(f"{stage}: {done}/{total}", file=sys.stderr, flush=True)
+
+    return print_line
+
+
+def _width() -> int:
+    return Console().width if sys.stdout.isatty() else 160

@@ -1,0 +1,1 @@
+"""What walks several rooms: the demo, gates, summaries."""
