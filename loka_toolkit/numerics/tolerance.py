@@ -82,14 +82,8 @@ class Tolerance(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             "row_sqnr_db_p05": (-50.0, 200.0),
             "underflow_share_worst_group": (0.0, 1.0),
             "saturation_share": (0.0, 1.0),
-            "gradient_bias": (
-                "A parameter gradient may shrink or grow by at most 2 %: less than the step that a "
-                "learning-rate schedule takes, and visible as a bias rather than noise."
-            ),
-            "gradient_noise_ratio": (
-                "FP8 noise may add at most 5 % to the minibatch noise of a parameter gradient, as if the "
-                "batch were 5 % smaller."
-            ),
+            "gradient_bias": (0.0, 1.0),
+            "gradient_noise_ratio": (0.0, 10.0),
             "exceedance_rate": (1e-4, 0.5),
             "relative_log_loss": (0.0, 1.0),
             "horizon_steps": (1, 10**9),
