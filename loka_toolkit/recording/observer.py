@@ -143,8 +143,7 @@ class Observer:
         wanted = (is_first and left_is_g, is_first and not left_is_g)
         self._note_operands(record, layer, key, factors, wanted)
         m, n, _ = factors.dims
-        sampled = self._sampler.gradient(factors.batch, m, record.step, str(key))
-        columns = self._sampler.columns(n, record.step, str(key))
+        sampled, columns = self._sampler.gradient(factors.batch, m, n, record.step, str(key))
         sample = Sample.of(factors, rows=sampled.rows, columns=columns, batch=sampled.batch)
         errors = self._errors(
             key, layer, factors, sample, PROBE_PRODUCTS, len(columns) if columns is not None else n

@@ -9,6 +9,10 @@ import zlib
 import numpy as np
 import torch
 
+GRADIENT_OUTPUTS = 1 << 14
+"""Outputs of a gradient site on which errors are computed: an SQNR within 0.1 dB."""
+_SQUARE = 128
+
 _LEAST_EXAMPLES = 8
 """Examples sampled at least, however many rows each of them has."""
 
@@ -132,7 +136,7 @@ class Sampler:
         if products * m <= self.max_rows:
             return SampledRows(None, None, None)
         if layout is None:
-            return self.gradient(products, m, step, name)
+            return self.rows(products, m, self.max_rows, step, name)
         per_example = layout.outer * layout.inner
         limit = max(_LEAST_EXAMPLES, self.max_rows // per_example)
         examples = _draw(self.generator(step, name), layout.examples, limit)
@@ -145,17 +149,22 @@ class Sampler:
             return SampledRows(None, (numbers % m).unique(), examples)
         return SampledRows(None, None, None)
 
-    def gradient(self, products: int, m: int, step: int, name: str) -> SampledRows:
-        """Return rows of a product whose rows are not grouped."""
+    def rows(self, products: int, m: int, limit: int, step: int, name: str) -> SampledRows:
+        """Return rows of a product whose rows are not grouped, at most about ``limit``."""
         generator = self.generator(step, name)
-        batch = _draw(generator, products, max(_LEAST_EXAMPLES, self.max_rows // m))
+        batch = _draw(generator, products, max(_LEAST_EXAMPLES, limit // m))
         kept = products if batch is None else len(batch)
-        rows = _draw(generator, m, max(1, self.max_rows // kept))
-        return SampledRows(batch, rows, None)
+        return SampledRows(batch, _draw(generator, m, max(1, limit // kept)), None)
 
-    def columns(self, count: int, step: int, name: str) -> torch.Tensor | None:
-        """Return sorted columns, or None for all of them."""
-        return _draw(self.generator(step, name + "/columns"), count, self.max_columns)
+    def gradient(
+        self, products: int, m: int, n: int, step: int, name: str
+    ) -> tuple[SampledRows, torch.Tensor | None]:
+        """Return rows and columns of a gradient product, together at most GRADIENT_OUTPUTS."""
+        limit = min(self.max_rows, GRADIENT_OUTPUTS // min(n, _SQUARE))
+        rows = self.rows(products, m, limit, step, name)
+        taken = min(limit, products * m)
+        columns = min(self.max_columns, max(1, GRADIENT_OUTPUTS // taken))
+        return rows, _draw(self.generator(step, name + "/columns"), n, columns)
 
 
 def _draw(generator: np.random.Generator, count: int, limit: int) -> torch.Tensor | None:

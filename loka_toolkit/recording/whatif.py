@@ -14,8 +14,8 @@ import dataclasses
 import torch
 
 from loka_toolkit.artifacts.sites import Operand
-from loka_toolkit.numerics.casting import CastEvents, cast_events
-from loka_toolkit.numerics.emulation import emulate
+from loka_toolkit.numerics.casting import CastEvents, cast, cast_events
+from loka_toolkit.numerics.accumulation import accumulate
 from loka_toolkit.numerics.formats import FloatFormat
 from loka_toolkit.numerics.metrics import SQNR_CEILING_DB, SQNR_FLOOR_DB, ProductError, product_error
 from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling
@@ -27,6 +27,9 @@ PROBE_PRODUCTS = 1 << 19
 EXHAUSTIVE_PRODUCTS = 1 << 22
 """Products up to which a forward site's accumulator is emulated everywhere: 13 ms."""
 LEAST_PROBE_ROWS = 8
+METRIC_ELEMENTS = 1 << 14
+"""Output elements on which error metrics are computed: an SQNR within 0.1 dB."""
+LEAST_METRIC_ROWS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,74 +212,118 @@ def recipe_errors(
         exhaustive: Number of products up to which an inexact accumulator is emulated everywhere.
     """
     is_small = sample.exact.numel() * sample.a.shape[-1] <= exhaustive
-    found = []
+    casts = _SampleCasts(sample)
+    metric_rows = _evenly_spaced_rows(sample, METRIC_ELEMENTS, LEAST_METRIC_ROWS)
     exact_sums: dict[tuple[str, str, Scaling], tuple[torch.Tensor, ProductError]] = {}
+    found = []
     for recipe in recipes:
         scales = full_scales(factors, recipe, book)
         if scales is None:
             continue
+        if is_small:
+            error = casts.error(recipe, scales, recipe.accumulation, None)
+            metrics = _metrics(sample.exact, error, metric_rows)
+            found.append(RecipeError(recipe, _as_rows(error).float(), None, None, metrics, scales))
+            continue
         key = (recipe.format_a, recipe.format_b, recipe.scaling)
         if key not in exact_sums:
-            error = _emulated_error(sample, recipe, scales, Accumulation.FP32)
-            exact_sums[key] = (error, product_error(sample.exact, sample.exact + error))
+            error = casts.error(recipe, scales, Accumulation.FP32, None)
+            exact_sums[key] = (error, _metrics(sample.exact, error, metric_rows))
         error, metrics = exact_sums[key]
-        rows = error.reshape(-1, error.shape[-1])
+        rows = _as_rows(error)
         if recipe.accumulation is Accumulation.FP32:
-            found.append(RecipeError(recipe, rows, None, None, metrics, scales))
+            found.append(RecipeError(recipe, rows.float(), None, None, metrics, scales))
             continue
-        found.append(_with_accumulator(sample, recipe, scales, error, metrics, is_small))
+        work = max(1, sample.a.shape[-1] * sample.exact.shape[-1])
+        probe = _evenly_spaced_rows(sample, PROBE_PRODUCTS // work, LEAST_PROBE_ROWS, per_row=1)
+        total = _as_rows(casts.error(recipe, scales, recipe.accumulation, probe))
+        without = rows[probe.flat]
+        exact = _as_rows(sample.exact)[probe.flat]
+        corrected = _corrected(
+            metrics, product_error(exact, exact + without), product_error(exact, exact + total)
+        )
+        added = (total - without).float()
+        found.append(RecipeError(recipe, rows.float(), probe.flat, added, corrected, scales))
     return found
 
 
-def _with_accumulator(
-    sample: Sample,
-    recipe: Recipe,
-    scales: Scales,
-    error: torch.Tensor,
-    metrics: ProductError,
-    is_small: bool,
-) -> RecipeError:
-    width = sample.exact.shape[-1]
-    batch, rows, flat = _probe(sample, everything=is_small)
-    narrow = sample.scales(scales)
-    inexact = emulate(
-        _select(_select(sample.a, batch, 0), rows, -2),
-        _select(sample.b, batch, 0),
-        recipe,
-        scale_a=_select(_select(narrow.a, batch, 0), rows, -2) if narrow.a.ndim else narrow.a,
-        scale_b=_select(narrow.b, batch, 0) if narrow.b.ndim else narrow.b,
-    )
-    exact = sample.exact.reshape(-1, width)[flat]
-    total = inexact.to(torch.float64).reshape(-1, width) - exact
-    all_rows = error.reshape(-1, width)
-    if len(flat) == sample.row_count:
-        whole = total.reshape(sample.exact.shape)
-        measured = product_error(sample.exact, sample.exact + whole)
-        return RecipeError(recipe, total.to(torch.float32), None, None, measured, scales)
-    without = all_rows[flat].to(torch.float64)
-    corrected = _corrected(
-        metrics, product_error(exact, exact + without), product_error(exact, exact + total)
-    )
-    added = (total - without).to(torch.float32)
-    return RecipeError(recipe, all_rows, flat, added, corrected, scales)
+@dataclasses.dataclass(frozen=True)
+class _Rows:
+    """Some products of a batch and some rows of each, evenly spaced.
+
+    Attributes:
+        batch: Indices of the products; None for all.
+        rows: Indices of the rows of each; None for all.
+        flat: Numbers of the rows among all sampled ones.
+    """
+
+    batch: torch.Tensor | None
+    rows: torch.Tensor | None
+    flat: torch.Tensor
 
 
-def _probe(
-    sample: Sample, *, everything: bool
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor]:
-    """Choose products of a batch and rows, evenly spaced, and number the rows they make."""
-    m, n = sample.exact.shape[-2], sample.exact.shape[-1]
-    budget_rows = max(LEAST_PROBE_ROWS, PROBE_PRODUCTS // max(1, n * sample.a.shape[-1]))
-    if everything:
-        budget_rows = sample.row_count
+def _evenly_spaced_rows(
+    sample: Sample, elements: int, least: int, per_row: int | None = None
+) -> _Rows:
+    m = sample.exact.shape[-2]
+    width = sample.exact.shape[-1] if per_row is None else per_row
+    limit = max(least, elements // max(1, width))
     products = sample.exact.shape[0] if sample.exact.ndim == 3 else 1
-    rows = _evenly(m, budget_rows)
-    batch = _evenly(products, max(1, budget_rows // m))
-    device = sample.exact.device
+    rows = _evenly(m, limit)
+    batch = _evenly(products, max(1, limit // m))
     within = rows if rows is not None else torch.arange(m)
     across = batch if batch is not None else torch.arange(products)
-    flat = (across.reshape(-1, 1) * m + within).reshape(-1).to(device)
-    return batch if sample.exact.ndim == 3 else None, rows, flat
+    flat = (across.reshape(-1, 1) * m + within).reshape(-1).to(sample.exact.device)
+    return _Rows(batch, rows, flat)
+
+
+class _SampleCasts:
+    """The sampled operands, cast once per format and grain."""
+
+    def __init__(self, sample: Sample) -> None:
+        self._sample = sample
+        self._casts: dict[tuple[str, str, Scaling], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def error(
+        self, recipe: Recipe, scales: Scales, accumulation: Accumulation, part: _Rows | None
+    ) -> torch.Tensor:
+        """Return emulated minus exact, float64, on the sample or on a part of its rows.
+
+        The same as :func:`loka_toolkit.numerics.emulation.emulate`, whose casts are shared here.
+        """
+        narrow = self._sample.scales(scales)
+        format_a, format_b = recipe.formats
+        a, scale_a = self._cast("a", self._sample.a, format_a, recipe.scaling, narrow.a)
+        b, scale_b = self._cast("b", self._sample.b, format_b, recipe.scaling, narrow.b)
+        exact = self._sample.exact
+        if part is not None:
+            a = _select(_select(a, part.batch, 0), part.rows, -2)
+            if scale_a.ndim:
+                scale_a = _select(_select(scale_a, part.batch, 0), part.rows, -2)
+            b = _select(b, part.batch, 0)
+            scale_b = _select(scale_b, part.batch, 0) if scale_b.ndim else scale_b
+            exact = _select(_select(exact, part.batch, 0), part.rows, -2)
+        product = accumulate(a, b, accumulation).to(torch.float64) * scale_a * scale_b
+        # A kernel's output leaves the range of float32 where the product does.
+        return product.to(torch.float32).to(torch.float64) - exact
+
+    def _cast(
+        self, side: str, x: torch.Tensor, fmt: FloatFormat, scaling: Scaling, scale: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key = (side, fmt.name, scaling)
+        if key not in self._casts:
+            stored = cast(x, fmt, scale).to(torch.float64)
+            self._casts[key] = (stored, scale.to(torch.float64))
+        return self._casts[key]
+
+
+def _metrics(exact: torch.Tensor, error: torch.Tensor, rows: _Rows) -> ProductError:
+    reference = _as_rows(exact)[rows.flat]
+    return product_error(reference, reference + _as_rows(error)[rows.flat])
+
+
+def _as_rows(x: torch.Tensor) -> torch.Tensor:
+    return x.reshape(-1, x.shape[-1])
 
 
 def _evenly(count: int, limit: int) -> torch.Tensor | None:
@@ -287,15 +334,6 @@ def _evenly(count: int, limit: int) -> torch.Tensor | None:
 
 def _select(x: torch.Tensor, indices: torch.Tensor | None, dim: int) -> torch.Tensor:
     return x if indices is None else x.index_select(dim, indices.to(x.device))
-
-
-def _emulated_error(
-    sample: Sample, recipe: Recipe, scales: Scales, accumulation: Accumulation
-) -> torch.Tensor:
-    exactly = Recipe(recipe.format_a, recipe.format_b, recipe.scaling, accumulation)
-    narrow = sample.scales(scales)
-    emulated = emulate(sample.a, sample.b, exactly, scale_a=narrow.a, scale_b=narrow.b)
-    return (emulated.to(torch.float64) - sample.exact).to(torch.float32)
 
 
 def _corrected(
