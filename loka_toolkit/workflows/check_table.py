@@ -1,4 +1,4 @@
-"""Check a table from files: validators, a dry run against a model, a gate over the cells it uses."""
+"""Check a table from files: validators, a dry run on a model, a gate over the cells it uses."""
 
 from __future__ import annotations
 

@@ -165,8 +165,12 @@ def check_lines(report: CheckReport) -> list[str]:
         f"unmeasured {report.unmeasured} entries",
     ]
     rows = [
-        ["ok" if check.holds else ("REFUSED" if check.hard else "differs"), check.name]
-        + [check.expected or "none", check.actual or "none"]
+        [
+            "ok" if check.holds else "REFUSED" if check.hard else "differs",
+            check.name,
+            check.expected or "none",
+            check.actual or "none",
+        ]
         for check in report.checks
     ]
     lines += ["", *table_lines(["", "validator", "expected", "actual"], rows)]
