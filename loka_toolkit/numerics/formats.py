@@ -74,6 +74,19 @@ class FloatFormat:
         """Smallest positive value."""
         return float(2.0 ** (self.min_exponent - self.mantissa_bits))
 
+    @functools.cached_property
+    def saturation_threshold(self) -> float:
+        """Midpoint of the largest finite value and the next one an unbounded exponent would give.
+
+        Finite values beyond it are clipped by more than rounding.
+        """
+        return self.max + 2.0 ** (self.max_exponent - self.mantissa_bits - 1)
+
+    @property
+    def saturates_at_threshold(self) -> bool:
+        """Whether the threshold itself would round up: ties go to the even significand."""
+        return self.specials is not Specials.FINITE_NAN
+
     @property
     def has_infinity(self) -> bool:
         """Whether the format encodes infinities."""
