@@ -87,44 +87,31 @@ def resolve(
     modules = modules_by_fqn(model)
     sites: list[SiteStatus] = []
     mismatches: list[str] = []
-    routes: dict[int, tuple[nn.Module, dict[Role, ResolvedEntry]]] = {}
+    found: dict[tuple[int, Role], list[tuple[nn.Module, ResolvedEntry]]] = {}
     for entry in table.entries:
         module = _module_of(entry, modules)
-        if isinstance(module, str):
-            mismatches.append(module)
+        odd = module if isinstance(module, str) else _dimension_mismatch(entry, module)
+        if isinstance(module, str) or odd is not None:
+            mismatches.append(str(odd))
             continue
-        odd = _dimension_mismatch(entry, module)
-        if odd is not None:
-            mismatches.append(odd)
-            continue
-        found = _resolve_entry(entry, module, candidates, chip)
-        if isinstance(found, ResolvedEntry):
-            _, by_role = routes.setdefault(id(module), (module, {}))
-            other = by_role.get(Role(entry.role))
-            if other is not None and not _same_choice(other.entry, entry):
-                del by_role[Role(entry.role)]
-                sites.append(
-                    _miss(
-                        entry,
-                        MissReason.CONFLICT,
-                        f"the module is also {other.entry.fqn}, whose entry says otherwise",
-                    )
-                )
-                sites = [
-                    _miss(other.entry, MissReason.CONFLICT, f"the module is also {entry.fqn}")
-                    if (s.fqn, s.role) == (other.entry.fqn, other.entry.role)
-                    else s
-                    for s in sites
-                ]
-                continue
-            by_role[Role(entry.role)] = found
-            sites.append(_hit(found))
+        resolved = _resolve_entry(entry, module, candidates, chip)
+        if isinstance(resolved, SiteStatus):
+            sites.append(resolved)
         else:
-            sites.append(found)
+            found.setdefault((id(module), Role(entry.role)), []).append((module, resolved))
+    routes: dict[int, tuple[nn.Module, dict[Role, ResolvedEntry]]] = {}
+    for (identity, role), aliases in found.items():
+        module, first = aliases[0]
+        if all(_same_choice(first.entry, other.entry) for _, other in aliases):
+            routes.setdefault(identity, (module, {}))[1][role] = first
+            sites += [_hit(resolved) for _, resolved in aliases]
+        else:
+            names = " and ".join(resolved.entry.fqn for _, resolved in aliases)
+            detail = f"the module is {names}, and their entries differ"
+            sites += [_miss(r.entry, MissReason.CONFLICT, detail) for _, r in aliases]
     sites += [SiteStatus(m.fqn, m.call, m.role, None, m.reason, m.detail) for m in table.misses]
     sites += _unknown_linears(table, modules)
-    resolved = tuple((module, by_role) for module, by_role in routes.values() if by_role)
-    return Resolution(tuple(sites), resolved, tuple(mismatches))
+    return Resolution(tuple(sites), tuple(routes.values()), tuple(mismatches))
 
 
 def _module_of(entry: Entry, modules: Mapping[str, tuple[nn.Module, ...]]) -> nn.Module | str:
@@ -165,7 +152,9 @@ def _resolve_entry(
         return _miss(entry, MissReason.NOT_REPLACEABLE, detail)
     candidate = candidates.get(entry.candidate)
     if candidate is None:
-        detail = f"no candidate {entry.candidate!r} here; {near_misses(entry.candidate, candidates)}"
+        detail = (
+            f"no candidate {entry.candidate!r} here; {near_misses(entry.candidate, candidates)}"
+        )
         return _miss(entry, MissReason.KERNEL_ABSENT, detail)
     if candidate.version() is None:
         detail = f"{candidate.name} needs {candidate.library}, which is not installed"
@@ -182,9 +171,7 @@ def _resolve_entry(
     return ResolvedEntry(entry, candidate, granularity)
 
 
-def _granularity(
-    entry: Entry, candidate: Candidate, chip: Chip
-) -> tuple[int | None, str | None]:
+def _granularity(entry: Entry, candidate: Candidate, chip: Chip) -> tuple[int | None, str | None]:
     """Return the smallest multiple of the token count that a candidate takes, or None and why."""
     why: str | None = None
     for multiple in GRANULARITIES:

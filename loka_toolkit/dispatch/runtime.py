@@ -180,7 +180,9 @@ class RoutedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x w^T + b, [..., O], each product as its route says; x is [..., I]."""
-        x, weight, bias = input, self.weight, self.bias
+        x: Tensor = input
+        weight: Tensor = self.weight
+        bias: Tensor | None = self.bias
         device = x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
@@ -190,7 +192,9 @@ class RoutedLinear(nn.Linear):
         if x.dtype != weight.dtype or x.shape[-1:] != weight.shape[1:] or odd_bias:
             return F.linear(x, weight, bias)  # raises what nn.Linear raises
         with torch.autocast(device, enabled=False):
-            output: Tensor = _RoutedProducts.apply(x, weight, bias, self.loka_route)
+            output: Tensor = _RoutedProducts.apply(  # type: ignore[no-untyped-call]
+                x, weight, bias, self.loka_route
+            )
         return output
 
     def extra_repr(self) -> str:
@@ -227,9 +231,7 @@ class _RoutedProducts(torch.autograd.Function):
     """y = x w^T + b and its gradients, each product through its route."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, route: Route) -> Tensor:
         needs_x, needs_weight = ctx.needs_input_grad[:2]
         ctx.save_for_backward(x if needs_weight else None, weight if needs_x else None)
         ctx.route, ctx.x_shape, ctx.x_stride = route, x.shape, x.stride()
@@ -239,7 +241,8 @@ class _RoutedProducts(torch.autograd.Function):
         outcome = route.fwd.outcome(tokens, x.dtype, x.device.type)
         if outcome is not Outcome.HIT:
             slot = route.fwd.slot
-            return missed_linear(x, weight, bias, route.bank.id, slot, int(outcome))
+            missed: Tensor = missed_linear(x, weight, bias, route.bank.id, slot, int(outcome))
+            return missed
         y = _hit(x.reshape(tokens, x.shape[-1]), weight.t(), route, route.fwd)
         if bias is not None:
             y = y + bias
@@ -280,7 +283,8 @@ def _product(a: Tensor, b: Tensor, route: Route, role: RoleRoute | None, tokens:
         return torch.mm(a, b)
     outcome = role.outcome(tokens, a.dtype, a.device.type)
     if outcome is not Outcome.HIT:
-        return missed_mm(a, b, route.bank.id, role.slot, int(outcome))
+        missed: Tensor = missed_mm(a, b, route.bank.id, role.slot, int(outcome))
+        return missed
     return _hit(a, b, route, role)
 
 
@@ -289,7 +293,8 @@ def _hit(a: Tensor, b: Tensor, route: Route, role: RoleRoute) -> Tensor:
     scale_a, scale_b = state.scale_a[role.slot], state.scale_b[role.slot]
     if scale_a is not None and route.bank.slots[role.slot].relative_to_loss_scale:
         scale_a = scale_a * state.loss_scale
-    return gemm(a, b, scale_a, scale_b, a.dtype, route.bank.id, role.slot)
+    product: Tensor = gemm(a, b, scale_a, scale_b, a.dtype, route.bank.id, role.slot)
+    return product
 
 
 def _tokens(x: Tensor) -> int:
