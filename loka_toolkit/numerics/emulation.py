@@ -1,4 +1,4 @@
-"""A GEMM under an FP8 recipe, emulated: cast, multiply with the recipe's accumulator, scale back."""
+"""A GEMM under an FP8 recipe, emulated: cast, multiply as the recipe accumulates, scale back."""
 
 from __future__ import annotations
 
@@ -43,6 +43,18 @@ def emulate(
     product = accumulate(
         cast(a, format_a, scale_a), cast(b, format_b, scale_b), recipe.accumulation
     )
-    # float64, because the product of two scales may leave the range of float32.
-    wide = product.to(torch.float64) * scale_a.to(torch.float64) * scale_b.to(torch.float64)
+    return scaled_back(product, scale_a, scale_b)
+
+
+def scaled_back(
+    product: torch.Tensor, scale_a: torch.Tensor | None, scale_b: torch.Tensor | None
+) -> torch.Tensor:
+    """Return product * scale_a * scale_b, float32.
+
+    Computed in float64, because the product of two scales may leave the range of float32.
+    """
+    wide = product.to(torch.float64)
+    for scale in (scale_a, scale_b):
+        if scale is not None:
+            wide = wide * scale.to(torch.float64)
     return wide.to(torch.float32)
