@@ -80,7 +80,9 @@ def estimate(
         if name not in BASELINE_RECIPES:
             parse_recipe(name)
     return tuple(
-        _estimate(workload, name, data) for workload in workloads_of(trace).workloads for name in names
+        _estimate(workload, name, data)
+        for workload in workloads_of(trace).workloads
+        for name in names
     )
 
 

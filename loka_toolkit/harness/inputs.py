@@ -1,11 +1,11 @@
 """Operands drawn from the distribution that a trace recorded, deterministic per site and draw.
 
-Samples are rows over features: a row is ``mean + L z`` with z standard normal and L L^T the recorded
-covariance. For a gradient ``g`` the direction comes from there and the row's norm from the recorded
-quantiles, because the norms of gradient rows vary by orders of magnitude and no normal does. Forward
-products of such draws reproduce the true FP8 error within 1-5 %. A wgrad product depends on the
-cross moment of x and g, which is not recorded: its *excess* is meaningful, its SQNR is not that of
-the training run.
+Samples are rows over features: a row is ``mean + L z`` with z standard normal and L L^T the
+recorded covariance. For a gradient ``g`` the direction comes from there and the row's norm from the
+recorded quantiles, because norms of gradient rows vary by orders of magnitude and no normal does.
+Forward products of such draws reproduce the true FP8 error within 1-5 %. A wgrad product depends on
+the cross moment of x and g, which is not recorded: its *excess* is meaningful, its SQNR is not that
+of the training run.
 """
 
 from __future__ import annotations
@@ -227,7 +227,7 @@ def covariance_factor(covariance: _Float64, device: torch.device) -> torch.Tenso
 
 
 def norm_at(quantiles: torch.Tensor, power: float, uniform: torch.Tensor) -> torch.Tensor:
-    """Return row norms by inverse transform: linear between quantiles, a power in the last interval.
+    """Return row norms by inverse transform: linear between quantiles, a power in the last one.
 
     Args:
         quantiles: Norms at ``AMAX_QUANTILES``.

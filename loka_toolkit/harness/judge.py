@@ -35,7 +35,13 @@ from loka_toolkit.kernels.contract import Candidate, Prepared, Side
 from loka_toolkit.numerics.accumulation import ACCUMULATOR_MANTISSA_BITS, PROMOTION_INTERVAL
 from loka_toolkit.numerics.emulation import emulate
 from loka_toolkit.numerics.metrics import product_error
-from loka_toolkit.numerics.recipes import BASELINE_RECIPES, Accumulation, Recipe, Scaling, parse_recipe
+from loka_toolkit.numerics.recipes import (
+    BASELINE_RECIPES,
+    Accumulation,
+    Recipe,
+    Scaling,
+    parse_recipe,
+)
 from loka_toolkit.numerics.scaling import STATIC_HEADROOM, decode_scale, finite_amax, operand_scale
 
 KERNEL_FACTOR = 4.0
@@ -49,7 +55,7 @@ and 2, the step from E4M3 to E5M2: a kernel that casts to another format or grai
 says is caught."""
 
 REPEATS = 3
-"""Runs on the same prepared operands that must agree bit for bit: races show as rare differences."""
+"""Runs on the same prepared operands that must agree bit for bit: races differ rarely."""
 
 UNQUANTIZED = ("fp64", *BASELINE_RECIPES)
 """Recipes without FP8: there is nothing to emulate but the rounding of operands and output."""
@@ -213,10 +219,8 @@ def judge(candidate: Candidate, trial: Trial, *, repeats: int = REPEATS) -> Judg
 
 def _malformed(out: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> str | None:
     if tuple(out.shape) != tuple(shape) or out.dtype is not dtype:
-        return (
-            f"returned {list(out.shape)} {out.dtype}, expected {list(shape)} {dtype}".replace(
-                "torch.", ""
-            )
+        return f"returned {list(out.shape)} {out.dtype}, expected {list(shape)} {dtype}".replace(
+            "torch.", ""
         )
     return None
 
@@ -294,7 +298,7 @@ def _kernel_fault(
 def _explained(
     a: torch.Tensor, b: torch.Tensor, recipe_name: str, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return the root-mean-square error that a right kernel may show per element; see the module."""
+    """Return the root-mean-square error that a right kernel may show, per element."""
     k = a.shape[-1]
     recipe = None if recipe_name in UNQUANTIZED else parse_recipe(recipe_name)
     unit, length = 2.0**-24, k

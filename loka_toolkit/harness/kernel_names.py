@@ -37,23 +37,17 @@ def _cuda_kernels(run: Any, device: torch.device) -> list[str]:
     with torch.profiler.profile(activities=activities) as profile:
         run()
         torch.cuda.synchronize(device)
-    on_device = [
-        event
-        for event in profile.events() or []
-        if event.device_type == torch.autograd.DeviceType.CUDA
-    ]
+    on_device = [event for event in profile.events() or [] if event.device_type.name == "CUDA"]
     on_device.sort(key=lambda event: event.time_range.start)
     return [event.name for event in on_device]
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.names: list[str] = []
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func)
         if name.split(".")[1] not in _VIEWS:
             self.names.append(name)

@@ -207,6 +207,4 @@ def _latest_rows(table: pa.Table) -> dict[tuple[str, str, int], list[int]]:
         ranks = best[SiteKey.parse(site).layer, operand, width]
         if rank not in ranks or count >= ranks[rank][0]:
             ranks[rank] = (count, row)
-    return {
-        key: [row for count, row in ranks.values() if count] for key, ranks in best.items()
-    }
+    return {key: [row for count, row in ranks.values() if count] for key, ranks in best.items()}

@@ -51,24 +51,8 @@ _SAVE_EVERY_SECONDS = 10.0
 _GLOB = frozenset("*?[")
 
 
-@dataclasses.dataclass(frozen=True)
-class ReplayProgress:
-    """How far a replay is.
-
-    Attributes:
-        done: Rows that are there.
-        total: Rows planned.
-        resumed: Rows among those done that an earlier run left.
-        row: The row just measured.
-    """
-
-    done: int
-    total: int
-    resumed: int
-    row: ReplayRow
-
-
-Progress = Callable[[ReplayProgress], None]
+Progress = Callable[[str, int, int], None]
+"""Told of the stage, the rows that are there and the rows planned."""
 
 
 def replay(
@@ -105,7 +89,8 @@ def replay(
         draws: Input draws judged per row.
         seed: Seed of the draws.
         force: Start anew instead of resuming.
-        progress: Called after every row; True prints a line per row to standard error.
+        progress: Called with ``"replay"``, rows done and rows planned after every row; True prints
+            a line per row to standard error.
         shapes_per_site: Token counts replayed per site, spread over those recorded.
         catalog: ``module:function`` that lists the candidates, to bring kernels of your own.
         isolate: Run candidates in a process of their own, so that one that hangs or ends its
@@ -173,8 +158,7 @@ def replay(
     # Rows outside of this run's selection stay too, if this run would measure them the same way.
     rows = {job.digest: kept[job.digest] for job in everything if job.digest in kept}
     ledger = _Ledger(destination, facts, rows, [job.digest for job in everything])
-    resumed = done = sum(job.digest in rows for job in jobs)
-    report = _reporter(progress)
+    done = sum(job.digest in rows for job in jobs)
     with _saved_at_last(ledger), _bench(settings, isolate) as measure:
         for job in jobs:
             if job.digest in ledger.rows:
@@ -182,7 +166,10 @@ def replay(
             row = _row(job, measure(job), chip)
             ledger.add(row)
             done += 1
-            report(ReplayProgress(done, len(jobs), resumed, row))
+            if progress is True:
+                _print_line(row, done, len(jobs))
+            elif progress is not False:
+                progress("replay", done, len(jobs))
         ledger.complete()
     return ledger.results()
 
@@ -352,13 +339,18 @@ def _row_digest(
     identity = {
         "judge": JUDGE_VERSION,
         "workload": workload.identity,
-        "candidate": [candidate.name, candidate.recipe, candidate.version(), candidate.abi],
-        "libraries": [torch.__version__, torch.version.cuda],
+        "candidate": [candidate.name, candidate.recipe, _version(candidate), candidate.abi],
+        "libraries": [str(torch.__version__), torch.version.cuda],
         "policy": dataclasses.asdict(settings.policy),
         "chip": [chip.name, chip.capability],
         "draws": [settings.draws, settings.seed],
     }
     return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
+
+
+def _version(candidate: Candidate) -> str | None:
+    found = candidate.version()
+    return None if found is None else str(found)  # torch's own is a subclass that no encoder takes
 
 
 def _row(job: _Job, measured: Measured, chip: Chip) -> ReplayRow:
@@ -379,7 +371,7 @@ def _row(job: _Job, measured: Measured, chip: Chip) -> ReplayRow:
         dtype=job.workload.dtype,
         candidate=candidate.name,
         library=candidate.library,
-        version=candidate.version(),
+        version=_version(candidate),
         recipe=candidate.recipe,
         emulated=candidate.emulated,
         inputs=measured.inputs,
@@ -396,17 +388,10 @@ def _environment_of(device: torch.device) -> Environment:
     return found
 
 
-def _reporter(progress: Progress | bool) -> Progress:
-    if callable(progress):
-        return progress
-    return _print_line if progress else lambda state: None
-
-
-def _print_line(state: ReplayProgress) -> None:
-    row = state.row
+def _print_line(row: ReplayRow, done: int, total: int) -> None:
     shape = f"{row.batch}x{row.m}x{row.n}x{row.k}" if row.batch != 1 else f"{row.m}x{row.n}x{row.k}"
-    note = f": {row.detail}" if row.detail and row.status is not Status.OK else ""
+    note = f": {row.detail}" if row.detail else ""
     print(
-        f"[{state.done}/{state.total}] {row.site} {shape} {row.candidate}: {row.status}{note}",
+        f"[{done}/{total}] {row.site} {shape} {row.candidate}: {row.status}{note}",
         file=sys.stderr,
     )

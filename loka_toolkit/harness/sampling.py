@@ -120,4 +120,4 @@ def _strata(length: int, count: int, device: torch.device) -> torch.Tensor:
     if count == 1:
         return torch.zeros(1, dtype=torch.int64, device=device)
     positions = torch.linspace(0, length - 1, count, dtype=torch.float64)
-    return positions.round().to(torch.int64).unique().to(device)
+    return positions.round().to(torch.int64).to(device)

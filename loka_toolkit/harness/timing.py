@@ -208,15 +208,13 @@ def _host_clock(calls: Sequence[Call], policy: TimingPolicy) -> list[float]:
     return times
 
 
-def _cuda_events(
-    calls: Sequence[Call], policy: TimingPolicy, device: torch.device
-) -> list[float]:
+def _cuda_events(calls: Sequence[Call], policy: TimingPolicy, device: torch.device) -> list[float]:
     cache = torch.cuda.get_device_properties(device).L2_cache_size
     flush = torch.empty(max(2 * cache, 1), dtype=torch.int8, device=device)
     times: list[float] = []
     deadline = time.perf_counter() + policy.seconds
     while len(times) < policy.repetitions:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         flush.zero_()
         start.record()
         calls[len(times) % len(calls)]()
@@ -228,10 +226,8 @@ def _cuda_events(
     return times
 
 
-def _cuda_graph(
-    calls: Sequence[Call], policy: TimingPolicy, device: torch.device
-) -> list[float]:
-    side = torch.cuda.Stream(device)
+def _cuda_graph(calls: Sequence[Call], policy: TimingPolicy, device: torch.device) -> list[float]:
+    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(side):
         for call in calls[:2]:
@@ -250,7 +246,7 @@ def _cuda_graph(
     times: list[float] = []
     deadline = time.perf_counter() + policy.seconds
     while len(times) < policy.repetitions:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = _event(), _event()
         start.record()
         graph.replay()
         end.record()
@@ -259,6 +255,10 @@ def _cuda_graph(
         if time.perf_counter() > deadline:
             break
     return times
+
+
+def _event() -> torch.cuda.Event:
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def _summary(times: list[float], note: str | None = None) -> Times:
