@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable
 from loka_toolkit.artifacts.safety_map import SafetyMap, Verdict
 from loka_toolkit.console import table_lines
-from loka_toolkit.harness import Estimate
-from loka_toolkit.workflows.check_table import CheckReport
-from loka_toolkit.workflows.demo import DemoSummary
-from loka_toolkit.workflows.inspect_environment import EnvironmentDescription
-from loka_toolkit.workflows.summaries import (
-    MapSummary,
-    ReplaySummary,
-    TableSummary,
-    TraceSummary,
-)
+
+if TYPE_CHECKING:
+    from loka_toolkit.harness import Estimate
+    from loka_toolkit.workflows.check_table import CheckReport
+    from loka_toolkit.workflows.demo import DemoSummary
+    from loka_toolkit.workflows.inspect_environment import EnvironmentDescription
+    from loka_toolkit.workflows.summaries import (
+        MapSummary,
+        ReplaySummary,
+        TableSummary,
+        TraceSummary,
+    )
 
 
 def counts_text(counts: Mapping[str, int | float]) -> str:
@@ -164,15 +167,10 @@ def check_lines(report: CheckReport) -> list[str]:
         f"table      {'usable' if report.usable else 'NOT usable'} on {report.chip}",
         f"unmeasured {report.unmeasured} entries",
     ]
-    rows = [
-        [
-            "ok" if check.holds else "REFUSED" if check.hard else "differs",
-            check.name,
-            check.expected or "none",
-            check.actual or "none",
-        ]
-        for check in report.checks
-    ]
+    rows = []
+    for check in report.checks:
+        state = "ok" if check.holds else "REFUSED" if check.hard else "differs"
+        rows.append([state, check.name, check.expected or "none", check.actual or "none"])
     lines += ["", *table_lines(["", "validator", "expected", "actual"], rows)]
     if report.sites:
         sites = [
