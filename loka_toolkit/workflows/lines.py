@@ -13,7 +13,10 @@ if TYPE_CHECKING:
     from loka_toolkit.harness import Estimate
     from loka_toolkit.workflows.check_table import CheckReport
     from loka_toolkit.workflows.demo import DemoSummary
-    from loka_toolkit.workflows.inspect_environment import EnvironmentDescription
+    from loka_toolkit.workflows.inspect_environment import (
+        CandidateState,
+        EnvironmentDescription,
+    )
     from loka_toolkit.workflows.summaries import (
         MapSummary,
         ReplaySummary,
@@ -132,8 +135,18 @@ def environment_lines(description: EnvironmentDescription) -> list[str]:
         lines.append(
             f"missing    {', '.join(names)}: pip install 'loka-toolkit[{extra}]' brings them"
         )
-    rows = [[name, version or "absent"] for name, version in description.candidates.items()]
-    return [*lines, "", *table_lines(["candidate", "library version"], rows)]
+    families: dict[str, list[CandidateState]] = {}
+    for state in description.candidates:
+        families.setdefault(state.name.partition("/")[0], []).append(state)
+    rows = []
+    for family, states in families.items():
+        recipes = [s.name.partition("/")[2] for s in states if s.refusal is None]
+        refusals = sorted({s.refusal for s in states if s.refusal is not None})
+        first = f" ({refusals[0]})" if refusals and not recipes else ""
+        rows.append(
+            [family, states[0].version or "absent", f"{len(recipes)} of {len(states)}" + first]
+        )
+    return [*lines, "", *table_lines(["kernels", "version", "recipes that run here"], rows)]
 
 
 def estimate_lines(estimates: Sequence[Estimate]) -> list[str]:
