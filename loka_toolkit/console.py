@@ -70,6 +70,14 @@ def warn(message: str) -> None:
     print(f"warning: {' '.join(message.split())}", file=sys.stderr)
 
 
+def leave(exit_code: int, reasons: Sequence[str]) -> None:
+    """Leave with the exit code of a gate, its reasons on stderr; return if it passed."""
+    for reason in reasons:
+        warn(reason)
+    if exit_code:
+        raise typer.Exit(exit_code)
+
+
 def emit(value: Any, *, as_json: bool, quiet: bool, lines: Sequence[str] = ()) -> None:
     """Print a result: as one JSON document, as lines for people, or not at all.
 

@@ -179,7 +179,12 @@ def write_table(
     table = table.cast(arrow_schema(schema)).replace_schema_metadata(
         {_METADATA_KEY: msgspec.json.encode(header)}
     )
-    write_atomically(path, lambda scratch: pq.write_table(table, scratch, compression="zstd"))
+    write_atomically(
+        path,
+        lambda scratch: pq.write_table(
+            table, scratch, compression="zstd", write_page_checksum=True
+        ),
+    )
 
 
 def read_table(path: Path, schema: TableSchema, *, kind: str) -> tuple[pa.Table, msgspec.Raw]:
@@ -198,9 +203,9 @@ def read_table(path: Path, schema: TableSchema, *, kind: str) -> tuple[pa.Table,
     if path.stat().st_size == 0:
         raise ArtifactCorruptError(f"{path} is empty; expected a {kind} file")
     try:
-        table = pq.ParquetFile(path).read()
-    except (pa.ArrowException, OSError) as error:
-        first_line = str(error).splitlines()[0]
+        table = pq.ParquetFile(path, page_checksum_verification=True).read()
+    except (pa.ArrowException, OSError, ValueError) as error:  # ValueError: undecodable names
+        first_line = (str(error).splitlines() or [type(error).__name__])[0]
         raise ArtifactCorruptError(f"{path} is not a readable {kind} file: {first_line}") from None
     metadata = (table.schema.metadata or {}).get(_METADATA_KEY)
     if metadata is None:

@@ -1,4 +1,4 @@
-"""Short summaries of artifacts, for the command line and the demo."""
+"""Short summaries of artifacts, for machines; ``lines`` turns them into text."""
 
 from __future__ import annotations
 

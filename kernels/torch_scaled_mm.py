@@ -1,0 +1,187 @@
+"""torch's own FP8 product: ``torch.nn.functional.scaled_mm`` on CUDA, ``torch._scaled_mm`` on CPU.
+
+What the accumulations of the recipes mean here:
+
+- ``fast`` (CUDA only): ``use_fast_accum=True``; sums stay in the tensor core's accumulator.
+- ``promoted-128`` (CUDA only): ``use_fast_accum=False``; cuBLASLt and CUTLASS promote the sums to
+  float32 at regular intervals (CUTLASS: every 4 instructions of 32 products by default).
+- ``fp32`` (CPU only): float32 sums. No NVIDIA kernel of torch offers it.
+
+Constraints of CUDA: compute capability 8.9; K and N multiples of 16, met by zero padding; A
+row-major and B column-major; at least one factor in E4M3; row-wise scales need 9.0 and write
+bfloat16; no batches. The CPU accepts any shape and every pair of formats, which proves nothing
+about CUDA; both go through the same padding here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch.nn import functional
+
+from loka_toolkit.artifacts.sites import Role
+from loka_toolkit.errors import ConfigurationError
+from loka_toolkit.kernels.contract import Chip, Prepared, Problem, Side
+from loka_toolkit.kernels.reference import PRODUCT_ROLES
+from loka_toolkit.numerics.casting import cast
+from loka_toolkit.numerics.formats import E5M2
+from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling, all_recipes
+from loka_toolkit.numerics.scaling import operand_scale
+
+ALIGNMENT = 16
+FP8_CAPABILITY = (8, 9)
+ROWWISE_CAPABILITY = (9, 0)
+OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchScaledMM:
+    """A recipe computed by torch's scaled_mm.
+
+    Attributes:
+        fp8: The recipe.
+    """
+
+    fp8: Recipe
+    library: str = "torch"
+    roles: frozenset[Role] = PRODUCT_ROLES
+    emulated: bool = False
+    abi: int = 1
+
+    @property
+    def recipe(self) -> str:
+        """Name of the recipe."""
+        return self.fp8.name
+
+    @property
+    def name(self) -> str:
+        """Name of the candidate."""
+        return f"torch.scaled_mm/{self.fp8.name}"
+
+    @property
+    def operator(self) -> str:
+        """What is called."""
+        if self.fp8.accumulation is Accumulation.FP32:
+            return "aten::_scaled_mm"
+        fast = self.fp8.accumulation is Accumulation.FAST
+        return f"torch.nn.functional.scaled_mm(use_fast_accum={fast})"
+
+    def version(self) -> str | None:
+        """Return the version of torch."""
+        return torch.__version__
+
+    def supports(self, problem: Problem, chip: Chip) -> str | None:
+        """Return None, or the constraint that is not met."""
+        if problem.role not in self.roles:
+            return f"role {problem.role} is no product"
+        if problem.batch != 1:
+            return f"scaled_mm multiplies one pair of matrices, not a batch of {problem.batch}"
+        if problem.dtype not in OUTPUT_DTYPES:
+            return f"scaled_mm does not write {problem.dtype}"
+        if chip.capability is None:
+            if self.fp8.accumulation is not Accumulation.FP32:
+                return f"{self.fp8.accumulation} accumulation exists on CUDA only; a CPU sums fp32"
+            return None
+        return self._cuda_constraint(problem, chip.name, chip.capability)
+
+    def _cuda_constraint(
+        self, problem: Problem, chip_name: str, capability: tuple[int, int]
+    ) -> str | None:
+        have = f"{chip_name} has {capability[0]}.{capability[1]}"
+        if capability < FP8_CAPABILITY:
+            return f"FP8 tensor cores need compute capability 8.9 and {have}"
+        if self.fp8.accumulation is Accumulation.FP32:
+            return "no CUDA kernel of scaled_mm sums in float32 throughout; see promoted-128"
+        if self.fp8.format_a == self.fp8.format_b == E5M2.name:
+            return "CUDA refuses e5m2 times e5m2; one factor must be e4m3"
+        if self.fp8.scaling is Scaling.ROWWISE:
+            if capability < ROWWISE_CAPABILITY:
+                return f"row-wise scales need compute capability 9.0 and {have}"
+            if problem.dtype is not torch.bfloat16:
+                return f"row-wise scaling on CUDA writes torch.bfloat16 and not {problem.dtype}"
+        return None
+
+    def prepare(
+        self, operand: torch.Tensor, side: Side, scale: torch.Tensor | None = None
+    ) -> Prepared:
+        """Cast one matrix, lay it out along the contraction and pad it with zeros.
+
+        A becomes [M, K'] row-major, B becomes [K', N'] column-major; K' and N' are multiples of 16.
+        Scales of padded columns of B are 1.
+
+        Raises:
+            ConfigurationError: If the operand is no matrix, or static scaling lacks its scale.
+        """
+        if operand.ndim != 2:
+            raise ConfigurationError(
+                f"{self.name} multiplies matrices, not tensors of shape {tuple(operand.shape)}"
+            )
+        fmt = self.fp8.formats[0 if side is Side.A else 1]
+        if scale is None:
+            scale = operand_scale(operand, fmt, self.fp8.scaling, side.value)
+        stored = cast(operand, fmt, scale)
+        if side is Side.A:
+            data = _padded(stored, stored.shape[0], _aligned(stored.shape[1]))
+            return Prepared(data, scale, operand.shape, side)
+        k, n = _aligned(stored.shape[0]), _aligned(stored.shape[1])
+        if self.fp8.scaling is Scaling.ROWWISE:
+            ones = scale.new_ones(1, n - stored.shape[1])
+            scale = torch.cat([scale.reshape(1, -1), ones], dim=1)
+        return Prepared(_padded(stored.mT, n, k).mT, scale, operand.shape, side)
+
+    def run(self, a: Prepared, b: Prepared, out_dtype: torch.dtype) -> torch.Tensor:
+        """Return the product [M, N], unpadded.
+
+        Raises:
+            ConfigurationError: If an operand was not scaled.
+        """
+        if a.scale is None or b.scale is None:
+            raise ConfigurationError(f"{self.name} needs scaled operands; use its own prepare()")
+        m, n = a.shape[-2], b.shape[-1]
+        if m == 0 or n == 0 or a.shape[-1] == 0:
+            return torch.zeros(m, n, dtype=out_dtype, device=a.data.device)
+        if self.fp8.accumulation is Accumulation.FP32:
+            product = torch._scaled_mm(
+                a.data, b.data, scale_a=a.scale, scale_b=b.scale, out_dtype=out_dtype
+            )
+        else:
+            product = self._cuda_product(a.data, b.data, a.scale, b.scale, out_dtype)
+        return product[:m, :n]
+
+    def _cuda_product(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        rowwise = self.fp8.scaling is Scaling.ROWWISE
+        grain = functional.ScalingType.RowWise if rowwise else functional.ScalingType.TensorWise
+        return functional.scaled_mm(
+            a,
+            b,
+            scale_a,
+            grain,
+            scale_b,
+            grain,
+            output_dtype=out_dtype,
+            use_fast_accum=self.fp8.accumulation is Accumulation.FAST,
+        )
+
+
+def candidates() -> tuple[TorchScaledMM, ...]:
+    """Return one candidate per FP8 recipe; ``supports`` says where each exists."""
+    return tuple(TorchScaledMM(recipe) for recipe in all_recipes().values())
+
+
+def _aligned(length: int) -> int:
+    return -(-length // ALIGNMENT) * ALIGNMENT
+
+
+def _padded(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """Return a contiguous copy with zeros (code 0 in every FP8 format) at the end of both dims."""
+    out = torch.zeros(rows, columns, dtype=torch.uint8, device=stored.device)
+    out[: stored.shape[0], : stored.shape[1]] = stored.view(torch.uint8)
+    return out.view(stored.dtype)

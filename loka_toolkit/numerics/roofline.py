@@ -1,0 +1,242 @@
+"""How long a GEMM and its casts should take on a chip that need not be present.
+
+Peak rates and bandwidths: NVIDIA H100 and H200 Tensor Core GPU datasheets (SXM, dense; FP8 1,979,
+FP16 and BF16 989.5, TF32 494.7, FP32 67 TFLOP/s; 3.35 and 4.8 TB/s; 50 MB of L2). An operation is
+launched, then computes and moves bytes; the two overlap imperfectly, so they add in quadrature:
+
+    time = launch + sqrt(compute**2 + memory**2)
+
+Five constants come from timings on one H200 (CUDA graphs; cuBLAS and torch's scaled_mm): a GEMM
+costs 3.5 us and a cast 2 us beyond its work; large BF16 GEMMs sustain 80 % and FP8 ones 75 % of
+peak; a copy reaches 4.3 TB/s from memory, and about 8 TB/s while all its bytes fit the L2. An H100
+takes the same constants with its own bandwidth: that is an extrapolation and not a measurement.
+
+Not modelled: tile and wave quantization, split K, short rows in a rowwise cast beyond a cost per
+row, and whatever a library does wrong. It ranks sites before a GPU is at hand; it replaces no
+timing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from loka_toolkit.artifacts.sites import Role
+from loka_toolkit.errors import ConfigurationError, UnknownNameError
+from loka_toolkit.numerics.recipes import (
+    BASELINE_RECIPES,
+    Accumulation,
+    Recipe,
+    Scaling,
+    parse_recipe,
+)
+
+FP8_ALIGNMENT = 16
+"""N and K of an FP8 product are padded to multiples of this."""
+
+PROMOTION_SLOWDOWN = 1.15
+"""Time of a GEMM whose accumulator is promoted, over one with fast accumulation, where compute
+bounds it: users of torchao report 1.1 to 1.2 (pytorch/ao issue 2377)."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ChipData:
+    """What the model knows of a chip.
+
+    Attributes:
+        name: As in the environment fingerprint.
+        capability: CUDA compute capability.
+        peak_tflops: Dense peak rate by ``fp8`` or baseline recipe, in TFLOP/s.
+        sustained_share: Share of the peak that large GEMMs reach, by the same names.
+        copy_tb_per_s: Bandwidth of a large copy, reads and writes counted, in TB/s.
+        l2_tb_per_s: The same while all bytes fit the L2.
+        l2_mb: Capacity of the L2, in 10**6 bytes.
+        gemm_launch_us: Time of a GEMM beyond its work, in microseconds.
+        cast_launch_us: The same of an element-wise kernel.
+        cast_row_ns: Additional time of a rowwise cast per row, in nanoseconds.
+        measured: Whether the constants were measured on this chip.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    peak_tflops: dict[str, float]
+    sustained_share: dict[str, float]
+    copy_tb_per_s: float
+    l2_tb_per_s: float
+    l2_mb: float
+    gemm_launch_us: float
+    cast_launch_us: float
+    cast_row_ns: float
+    measured: bool
+
+
+_HOPPER_PEAK_TFLOPS = {"fp8": 1979.0, "fp16": 989.5, "bf16": 989.5, "tf32": 494.7, "fp32": 67.0}
+_HOPPER_SUSTAINED = {"fp8": 0.75, "fp16": 0.8, "bf16": 0.8, "tf32": 0.8, "fp32": 0.8}
+
+H200 = ChipData(
+    name="H200",
+    capability=(9, 0),
+    peak_tflops=_HOPPER_PEAK_TFLOPS,
+    sustained_share=_HOPPER_SUSTAINED,
+    copy_tb_per_s=4.3,
+    l2_tb_per_s=8.0,
+    l2_mb=50.0,
+    gemm_launch_us=3.5,
+    cast_launch_us=2.0,
+    cast_row_ns=0.25,
+    measured=True,
+)
+H100 = dataclasses.replace(H200, name="H100", copy_tb_per_s=4.3 * 3.35 / 4.8, measured=False)
+
+CHIPS: dict[str, ChipData] = {chip.name: chip for chip in (H200, H100)}
+"""Chips with roofline data. A CPU has none: there is no FP8 tensor core to predict."""
+
+
+def chip_data(name: str) -> ChipData:
+    """Return the data of a chip.
+
+    Raises:
+        UnknownNameError: If there are none; near misses are listed.
+    """
+    if name not in CHIPS:
+        raise UnknownNameError("chip", name, CHIPS)
+    return CHIPS[name]
+
+
+def gemm_time_us(
+    batch: int, m: int, n: int, k: int, recipe: Recipe | str, chip: ChipData, *, out_bytes: int = 2
+) -> float:
+    """Return the time of out[M,N] = A[M,K] B[K,N], casts excluded, in microseconds.
+
+    Args:
+        batch: Number of products, launched together.
+        m: Rows of the output.
+        n: Columns of the output.
+        k: Contraction length.
+        recipe: An FP8 recipe or a baseline, as a value or by name.
+        chip: Where.
+        out_bytes: Bytes per element of the output.
+
+    Raises:
+        UnknownNameError: If there is no such recipe.
+        ConfigurationError: If a dimension is negative.
+    """
+    _check_dimensions(batch, m, n, k)
+    if batch * m * n == 0:
+        return 0.0
+    kind, in_bytes, slowdown = _arithmetic(recipe)
+    if kind == "fp8":
+        n, k = _aligned(n), _aligned(k)
+    rate = chip.peak_tflops[kind] * chip.sustained_share[kind] * 1e6  # FLOP per microsecond
+    compute = 2.0 * batch * m * n * k / rate * slowdown
+    moved = batch * ((m * k + k * n) * in_bytes + m * n * out_bytes)
+    return chip.gemm_launch_us + math.hypot(compute, _memory_us(moved, chip))
+
+
+def cast_time_us(
+    rows: int, columns: int, scaling: Scaling, chip: ChipData, *, source_bytes: int = 2
+) -> float:
+    """Return the time of a stand-alone cast to FP8, in microseconds.
+
+    Static: read and write once. Rowwise: the same plus a cost per row. Tensorwise: the tensor is
+    read twice, by two kernels, because its amax must be known first.
+
+    Args:
+        rows: Rows, batch included.
+        columns: Length of the dimension along which a rowwise amax is taken.
+        scaling: Grain of the scale.
+        chip: Where.
+        source_bytes: Bytes per element of the source.
+
+    Raises:
+        ConfigurationError: If a dimension is negative.
+    """
+    _check_dimensions(rows, columns)
+    elements = rows * columns
+    if elements == 0:
+        return 0.0
+    once = chip.cast_launch_us + _memory_us(elements * (source_bytes + 1), chip)
+    if scaling is Scaling.STATIC:
+        return once
+    if scaling is Scaling.ROWWISE:
+        return once + rows * chip.cast_row_ns * 1e-3
+    return once + chip.cast_launch_us + _memory_us(elements * source_bytes, chip)
+
+
+def predicted_speedup(
+    role: Role,
+    batch: int,
+    m: int,
+    n: int,
+    k: int,
+    recipe: Recipe | str,
+    chip_name: str,
+    baseline: str = "bf16",
+    *,
+    cast_a: float = 1.0,
+    cast_b: float = 1.0,
+    source_bytes: int | None = None,
+) -> float | None:
+    """Return the baseline's time over that of the recipe with its casts; above 1 FP8 is faster.
+
+    Args:
+        role: What the product does; a ``norm`` is no product and has no speed-up.
+        batch: Number of products.
+        m: Rows of the output.
+        n: Columns of the output.
+        k: Contraction length.
+        recipe: The FP8 recipe or a baseline.
+        chip_name: The chip, by name.
+        baseline: The baseline to compare with.
+        cast_a: Share of A's cast that this product pays: 1 alone, 0.5 if another product of the
+            layer uses the same cast, 0 if the producer of A writes FP8.
+        cast_b: The same for B.
+        source_bytes: Bytes per element of operands and output in the original precision; by
+            default those of the baseline.
+
+    Returns:
+        The ratio; None if the chip has no data, the role is no product, or nothing is computed.
+
+    Raises:
+        UnknownNameError: If recipe or baseline do not exist.
+        ConfigurationError: If a dimension is negative or a share lies outside of [0, 1].
+    """
+    for name, share in (("cast_a", cast_a), ("cast_b", cast_b)):
+        if not 0.0 <= share <= 1.0:
+            raise ConfigurationError(f"{name} = {share!r} must lie in [0, 1]: a share of one cast")
+    if baseline not in BASELINE_RECIPES:
+        raise UnknownNameError("baseline", baseline, BASELINE_RECIPES)
+    _check_dimensions(batch, m, n, k)
+    fp8 = None if str(recipe) in BASELINE_RECIPES else parse_recipe(str(recipe))
+    chip = CHIPS.get(chip_name)
+    if chip is None or role is Role.NORM or batch * m * n == 0:
+        return None
+    width = _arithmetic(baseline)[1] if source_bytes is None else source_bytes
+    time = gemm_time_us(batch, m, n, k, recipe, chip, out_bytes=width)
+    if fp8 is not None:
+        time += cast_a * cast_time_us(batch * m, k, fp8.scaling, chip, source_bytes=width)
+        time += cast_b * cast_time_us(batch * n, k, fp8.scaling, chip, source_bytes=width)
+    return gemm_time_us(batch, m, n, k, baseline, chip, out_bytes=width) / time
+
+
+def _memory_us(moved_bytes: float, chip: ChipData) -> float:
+    fits = moved_bytes <= chip.l2_mb * 1e6
+    return moved_bytes / ((chip.l2_tb_per_s if fits else chip.copy_tb_per_s) * 1e6)
+
+
+def _arithmetic(recipe: Recipe | str) -> tuple[str, int, float]:
+    """Return the arithmetic, its bytes per operand element, and its slow-down."""
+    name = str(recipe)
+    if name in BASELINE_RECIPES:
+        return name, 4 if name in ("fp32", "tf32") else 2, 1.0
+    accumulation = parse_recipe(name).accumulation
+    return "fp8", 1, 1.0 if accumulation is Accumulation.FAST else PROMOTION_SLOWDOWN
+
+
+def _aligned(length: int) -> int:
+    return -(-length // FP8_ALIGNMENT) * FP8_ALIGNMENT
+
+
+def _check_dimensions(*dimensions: int) -> None:
+    if min(dimensions) < 0:
+        raise ConfigurationError(f"dimensions {dimensions} of a product must not be negative")

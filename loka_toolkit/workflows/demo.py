@@ -1,0 +1,323 @@
+"""The whole road on a small click model: record, analyze, replay, dispatch, train on, report."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn import functional as F
+
+from loka_toolkit.analysis import analyze
+from loka_toolkit.artifacts.dispatch_table import DispatchTable, Objective
+from loka_toolkit.artifacts.safety_map import SafetyMap, Verdict
+from loka_toolkit.datasets.click_log import ClickLog
+from loka_toolkit.dispatch import Installation, build_table, install
+from loka_toolkit.environment import CPU_CHIP
+from loka_toolkit.errors import ArtifactExistsError
+from loka_toolkit.harness import replay
+from loka_toolkit.recording import Schedule, record
+from loka_toolkit.reporting import write_report
+from loka_toolkit.workflows.summaries import summarize_map
+from loka_toolkit.workflows.two_tower import TensorBatch, TwoTower
+
+Progress = Callable[[str, int, int], None]
+
+_EVALUATION_SEED = 10**9
+
+
+@dataclasses.dataclass(frozen=True)
+class DemoSize:
+    """How much the demo does.
+
+    Attributes:
+        recorded_steps: Training steps under the recorder.
+        further_steps: Training steps with and without the table.
+        batch: Rows per step.
+        evaluation_rows: Fresh rows on which both arms are compared.
+        learning_rate: Of Adam.
+    """
+
+    recorded_steps: int = 120
+    further_steps: int = 80
+    batch: int = 512
+    evaluation_rows: int = 65_536
+    learning_rate: float = 2e-3
+
+
+class PairedDifference(msgspec.Struct, frozen=True):
+    """Log loss of the same fresh rows after training with and without the table.
+
+    Attributes:
+        log_loss_default: Mean log loss of the arm in its original precision.
+        log_loss_table: Mean log loss of the arm with the table installed.
+        relative_difference: (table - default) / default.
+        standard_error: Of the relative difference, over paired rows.
+        resolved: Whether the difference is at least 2 standard errors.
+    """
+
+    log_loss_default: float
+    log_loss_table: float
+    relative_difference: float
+    standard_error: float
+    resolved: bool
+
+
+class DemoRun(msgspec.Struct, frozen=True):
+    """Where everything lies and how long it took: what may differ between two runs.
+
+    Attributes:
+        paths: Artifact name to path.
+        seconds: Stage to seconds.
+    """
+
+    paths: dict[str, str]
+    seconds: dict[str, float]
+
+
+class DemoSummary(msgspec.Struct, frozen=True):
+    """What the demo found.
+
+    Attributes:
+        seed: Seed of data and model.
+        chip: Chip it ran on.
+        objective: What the table was built for.
+        site_verdicts: Sites per verdict.
+        cell_verdicts: Cells (site x recipe) per verdict.
+        unsafe_sites: Sites unsafe under every recipe considered, with the reason.
+        fp8_sites: Sites per role that ran in FP8 in the last stage.
+        misses: Sites that did not, by reason.
+        run_time_misses: Products that fell back while training, by reason.
+        sampler_healthy: Whether the fit passed its gates.
+        difference: Log loss with the table against without it.
+        run: Paths and times.
+    """
+
+    seed: int
+    chip: str
+    objective: str
+    site_verdicts: dict[str, int]
+    cell_verdicts: dict[str, int]
+    unsafe_sites: dict[str, str]
+    fp8_sites: dict[str, int]
+    misses: dict[str, int]
+    run_time_misses: dict[str, int]
+    sampler_healthy: bool
+    difference: PairedDifference
+    run: DemoRun
+
+
+def run_demo(
+    out: Path,
+    *,
+    seed: int = 0,
+    force: bool = False,
+    size: DemoSize | None = None,
+    progress: Progress | None = None,
+) -> DemoSummary:
+    """Walk the whole road and write every artifact below ``out``.
+
+    Args:
+        out: Directory for the trace, the map, the results, the table and the report.
+        seed: Seed of the data, the model and the analysis.
+        force: Overwrite what is in ``out``.
+        size: How much to do.
+        progress: Called with stage, done and total.
+
+    Raises:
+        ArtifactExistsError: If ``out`` holds something and ``force`` is false.
+    """
+    if out.exists() and any(out.iterdir()) and not force:
+        raise ArtifactExistsError(f"{out} is not empty; use --force to overwrite it")
+    size = size or DemoSize()
+    tell = progress or (lambda stage, done, total: None)
+    paths = {
+        "trace": out / "trace",
+        "safety": out / "safety.parquet",
+        "replay": out / "replay.parquet",
+        "table": out / "table.json",
+        "report": out / "report.html",
+    }
+    clock = StageClock()
+    log = ClickLog(seed=seed)
+    torch.manual_seed(seed)
+    model = TwoTower(log.spec)
+    optimizer = torch.optim.Adam(model.parameters(), lr=size.learning_rate)
+
+    with clock.stage("train and record"):
+        schedule = Schedule(warm_steps=size.recorded_steps // 4, warm_every=2, every=6)
+        with record(model, paths["trace"], schedule=schedule, seed=seed, force=force) as recorder:
+            for step in range(size.recorded_steps):
+                batch = TensorBatch.of(log.batch(size.batch, step))
+                loss = train_step(model, optimizer, batch)
+                recorder.step(loss=loss, examples=size.batch, reduction="mean")
+                tell("train and record", step + 1, size.recorded_steps)
+    with clock.stage("analyze"):
+        safety = analyze(paths["trace"], seed=seed, progress=tell)
+        safety.save(paths["safety"], force=force)
+    with clock.stage("replay"):
+        results = replay(
+            paths["trace"], paths["replay"], device="cpu", seed=seed, force=force, progress=tell
+        )
+    with clock.stage("build table"):
+        table = build_table(safety, results, chip=CPU_CHIP, objective=Objective.COVERAGE)
+        table.save(paths["table"], force=force)
+    with clock.stage("train on, both arms"):
+        outcome = _train_both_arms(model, optimizer, log, table, size, tell)
+    with clock.stage("report"):
+        write_report(
+            paths["report"],
+            safety,
+            trace=paths["trace"],
+            replay=results,
+            table=table,
+            force=force,
+        )
+    run = DemoRun({name: str(path) for name, path in paths.items()}, clock.seconds)
+    return _summary(seed, safety, table, outcome, run)
+
+
+def train_step(
+    model: TwoTower, optimizer: torch.optim.Optimizer, batch: TensorBatch
+) -> torch.Tensor:
+    """Take one optimizer step on the mean log loss and return the loss, detached."""
+    optimizer.zero_grad(set_to_none=True)
+    loss = F.binary_cross_entropy_with_logits(model(batch), batch.clicks)
+    loss.backward()
+    optimizer.step()
+    return loss.detach()
+
+
+def paired_difference(default: NDArray[np.float64], table: NDArray[np.float64]) -> PairedDifference:
+    """Compare the log losses of the same rows under two arms.
+
+    Args:
+        default: Log loss per row without the table.
+        table: Log loss per row with it.
+    """
+    difference = table - default
+    base = float(default.mean())
+    error = float(difference.std(ddof=1)) / math.sqrt(len(difference))
+    return PairedDifference(
+        log_loss_default=base,
+        log_loss_table=float(table.mean()),
+        relative_difference=float(difference.mean()) / base,
+        standard_error=error / base,
+        resolved=abs(float(difference.mean())) >= 2.0 * error,
+    )
+
+
+class StageClock:
+    """Seconds per stage."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Time what happens inside."""
+        begin = time.perf_counter()
+        yield
+        self.seconds[name] = round(time.perf_counter() - begin, 2)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Outcome:
+    difference: PairedDifference
+    fp8_sites: dict[str, int]
+    misses: dict[str, int]
+    run_time_misses: dict[str, int]
+
+
+def _train_both_arms(
+    model: TwoTower,
+    optimizer: torch.optim.Optimizer,
+    log: ClickLog,
+    table: DispatchTable,
+    size: DemoSize,
+    tell: Progress,
+) -> _Outcome:
+    plain = copy.deepcopy(model)
+    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=size.learning_rate)
+    plain_optimizer.load_state_dict(optimizer.state_dict())
+    installation = install(model, table)
+    for index in range(size.further_steps):
+        batch = TensorBatch.of(log.batch(size.batch, size.recorded_steps + index))
+        train_step(plain, plain_optimizer, batch)
+        train_step(model, optimizer, batch)
+        tell("train on, both arms", index + 1, size.further_steps)
+    fp8_sites, run_time_misses = _what_ran(installation)
+    rows = TensorBatch.of(log.batch(size.evaluation_rows, _EVALUATION_SEED))
+    losses = [_log_loss_per_row(arm, rows, size.batch) for arm in (plain, model)]
+    installation.uninstall()
+    return _Outcome(
+        difference=paired_difference(*losses),
+        fp8_sites=fp8_sites,
+        misses=dict(
+            sorted(Counter(s.reason.value for s in installation.sites() if s.reason).items())
+        ),
+        run_time_misses=run_time_misses,
+    )
+
+
+def _what_ran(installation: Installation) -> tuple[dict[str, int], dict[str, int]]:
+    """Return sites per role that ran their candidate, and products that fell back by reason."""
+    sites: Counter[str] = Counter()
+    misses: Counter[str] = Counter()
+    for row in installation.counts_by_site():
+        if row.hits:
+            sites[row.role] += 1
+        misses.update(row.misses)
+    return dict(sorted(sites.items())), dict(sorted(misses.items()))
+
+
+def _summary(
+    seed: int,
+    safety: SafetyMap,
+    table: DispatchTable,
+    outcome: _Outcome,
+    run: DemoRun,
+) -> DemoSummary:
+    found = summarize_map(safety)
+    unsafe = {
+        verdict.site: verdict.reason
+        for verdict in safety.site_verdicts()
+        if verdict.verdict is Verdict.UNSAFE
+    }
+    return DemoSummary(
+        seed=seed,
+        chip=table.chip,
+        objective=table.objective.value,
+        site_verdicts=found.sites,
+        cell_verdicts=found.cells,
+        unsafe_sites=unsafe,
+        fp8_sites=outcome.fp8_sites,
+        misses=outcome.misses,
+        run_time_misses=outcome.run_time_misses,
+        sampler_healthy=found.healthy,
+        difference=outcome.difference,
+        run=run,
+    )
+
+
+@torch.no_grad()
+def _log_loss_per_row(model: TwoTower, rows: TensorBatch, batch: int) -> NDArray[np.float64]:
+    parts = []
+    for begin in range(0, len(rows.clicks), batch):
+        part = TensorBatch(
+            **{
+                field.name: getattr(rows, field.name)[begin : begin + batch]
+                for field in dataclasses.fields(TensorBatch)
+            }
+        )
+        parts.append(F.binary_cross_entropy_with_logits(model(part), part.clicks, reduction="none"))
+    return torch.cat(parts).double().numpy()

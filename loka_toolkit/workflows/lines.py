@@ -1,0 +1,219 @@
+"""Summaries as text: one line per fact, numbers with their units."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from loka_toolkit.artifacts.dispatch_table import DispatchTable
+from loka_toolkit.artifacts.safety_map import SafetyMap, Verdict
+from loka_toolkit.console import table_lines
+
+if TYPE_CHECKING:
+    from loka_toolkit.harness import Estimate
+    from loka_toolkit.workflows.check_table import CheckReport
+    from loka_toolkit.workflows.demo import DemoSummary
+    from loka_toolkit.workflows.inspect_environment import (
+        CandidateState,
+        EnvironmentDescription,
+    )
+    from loka_toolkit.workflows.summaries import (
+        MapSummary,
+        ReplaySummary,
+        TableSummary,
+        TraceSummary,
+    )
+
+
+def counts_text(counts: Mapping[str, int | float]) -> str:
+    """Return ``a 3, b 1``, or ``none``."""
+    return ", ".join(f"{name} {value:g}" for name, value in counts.items()) or "none"
+
+
+def percent(share: float | None) -> str:
+    """Return a share as a percentage with sensible digits; a dash for None."""
+    if share is None:
+        return "-"
+    return f"{100 * share:.3g} %"
+
+
+def trace_lines(summary: TraceSummary) -> list[str]:
+    """Return a trace's summary as lines."""
+    state = "closed" if summary.closed else "NOT closed (killed, or still running)"
+    lines = [
+        f"trace      {summary.path}, {state}, ranks {summary.ranks}",
+        f"steps      {summary.steps_seen} seen, {summary.steps_recorded} recorded, skipped: "
+        f"{counts_text(summary.steps_skipped)}",
+        f"sites      {counts_text(summary.sites_by_role)}",
+        f"recipes    {', '.join(summary.recipes)}",
+        f"not seen   {percent(summary.unseen_share)} of GEMM FLOPs: "
+        f"{counts_text(summary.unseen_reasons)}",
+        f"recording  {summary.seconds_recording:.2f} s",
+    ]
+    lines += [
+        f"event      {event.kind} (x{event.count}): {event.message}" for event in summary.events
+    ]
+    return lines
+
+
+def map_lines(summary: MapSummary, safety: SafetyMap, limit: int = 12) -> list[str]:
+    """Return a map's summary and its sites that are not safe as lines."""
+    lines = [f"alert      {alert}" for alert in summary.alerts]
+    lines += [
+        f"sites      {counts_text(summary.sites)}",
+        f"FLOPs      {', '.join(f'{k} {percent(v)}' for k, v in summary.flops_share.items())}",
+        f"cells      {counts_text(summary.cells)}",
+        f"expected share of wrong 'safe' verdicts: {percent(summary.false_discovery_rate)}",
+    ]
+    rows = [
+        [verdict.verdict.symbol, verdict.site, percent(verdict.flops_share), verdict.reason]
+        for verdict in safety.site_verdicts()
+        if verdict.verdict is not Verdict.SAFE
+    ]
+    if rows:
+        lines += ["", *table_lines(["", "site", "FLOPs", "reason"], rows[:limit])]
+    if len(rows) > limit:
+        lines.append(f"... and {len(rows) - limit} more sites that are not safe")
+    return lines
+
+
+def replay_lines(summary: ReplaySummary) -> list[str]:
+    """Return a replay's summary as lines."""
+    lines = [
+        f"replayed   {summary.sites} sites on {summary.chip}, policy {summary.policy}, "
+        f"{'complete' if summary.complete else 'NOT complete'}",
+        f"statuses   {counts_text(summary.statuses)}",
+        "",
+    ]
+    rows = [[name, counts_text(found)] for name, found in summary.statuses_by_candidate.items()]
+    return lines + table_lines(["candidate", "statuses"], rows)
+
+
+def table_summary_lines(summary: TableSummary) -> list[str]:
+    """Return a table's summary as lines."""
+    return [
+        f"table      for {summary.chip}, objective {summary.objective}",
+        f"entries    {counts_text(summary.entries_by_role)}",
+        f"kernels    {counts_text(summary.candidates)}",
+        f"misses     {counts_text(summary.misses_by_reason)}",
+    ]
+
+
+def table_entry_lines(table: DispatchTable) -> list[str]:
+    """Return every entry and miss of a table as lines."""
+    entries: Sequence[Sequence[object]] = [
+        [
+            f"{entry.fqn}#{entry.call}:{entry.role}",
+            f"{entry.tokens_min}-{entry.tokens_max}",
+            entry.candidate,
+            entry.scale_policy,
+            percent(entry.evidence.p_exceed),
+            entry.evidence.statement,
+        ]
+        for entry in table.entries
+    ]
+    misses = [
+        [f"{miss.fqn}#{miss.call}:{miss.role}", miss.reason.value, miss.detail]
+        for miss in table.misses
+    ]
+    lines = table_lines(["site", "tokens", "candidate", "scale", "P(exceed)", "evidence"], entries)
+    return [*lines, "", *table_lines(["site in its own precision", "reason", "detail"], misses)]
+
+
+def environment_lines(description: EnvironmentDescription) -> list[str]:
+    """Return an environment's description as lines."""
+    environment = description.environment
+    lines = [
+        f"chip       {environment.chip}"
+        + (f", compute capability {environment.capability}" if environment.capability else ""),
+        f"driver     {environment.driver or '-'}, CUDA {environment.cuda or '-'}",
+        f"python     {environment.python} on {environment.platform}",
+        f"loka       {environment.loka_toolkit}",
+        f"libraries  {', '.join(f'{k} {v}' for k, v in environment.libraries.items())}",
+    ]
+    for extra, names in description.missing.items():
+        lines.append(
+            f"missing    {', '.join(names)}: pip install 'loka-toolkit[{extra}]' brings them"
+        )
+    families: dict[str, list[CandidateState]] = {}
+    for state in description.candidates:
+        families.setdefault(state.name.partition("/")[0], []).append(state)
+    rows = []
+    for family, states in families.items():
+        recipes = [s.name.partition("/")[2] for s in states if s.refusal is None]
+        refusals = sorted({s.refusal for s in states if s.refusal is not None})
+        first = f" ({refusals[0]})" if refusals and not recipes else ""
+        rows.append(
+            [family, states[0].version or "absent", f"{len(recipes)} of {len(states)}" + first]
+        )
+    return [*lines, "", *table_lines(["kernels", "version", "recipes that run here"], rows)]
+
+
+def estimate_lines(estimates: Sequence[Estimate]) -> list[str]:
+    """Return predictions as lines."""
+    rows = [
+        [
+            row.site,
+            row.recipe,
+            f"{row.batch}x{row.m}x{row.n}x{row.k}",
+            f"{row.baseline_us:.1f}",
+            f"{row.cast_a_us + row.cast_b_us + row.gemm_us:.1f}",
+            "-" if row.speedup is None else f"{row.speedup:.2f}",
+        ]
+        for row in estimates
+    ]
+    if not estimates:
+        return ["no GEMM to predict: the trace holds no sites"]
+    baseline, chip = estimates[0].baseline, estimates[0].chip
+    basis = "constants measured on it" if estimates[0].measured else "datasheet constants"
+    headers = ["site", "recipe", "batch x m x n x k", f"{baseline} us", "fp8 us", "speed-up"]
+    return [
+        f"predicted for {chip} by roofline ({basis}); nothing was run; casts are charged in full",
+        "",
+        *table_lines(headers, rows),
+    ]
+
+
+def check_lines(report: CheckReport) -> list[str]:
+    """Return what checking a table found as lines."""
+    lines = [
+        f"table      {'usable' if report.usable else 'NOT usable'} on {report.chip}",
+        f"unmeasured {report.unmeasured} entries",
+    ]
+    rows = []
+    for check in report.checks:
+        state = "ok" if check.holds else "REFUSED" if check.hard else "differs"
+        rows.append([state, check.name, check.expected or "none", check.actual or "none"])
+    lines += ["", *table_lines(["", "validator", "expected", "actual"], rows)]
+    if report.sites:
+        sites = [
+            [f"{s.fqn}#{s.call}:{s.role}", s.candidate or s.reason or "", s.detail]
+            for s in report.sites
+        ]
+        lines += ["", *table_lines(["site", "kernel or reason", "detail"], sites)]
+    lines += [f"mismatch   {line}" for line in report.mismatches]
+    return lines
+
+
+def demo_lines(summary: DemoSummary) -> list[str]:
+    """Return the demo's summary as lines."""
+    difference = summary.difference
+    verdict = "resolved" if difference.resolved else "not resolved"
+    lines = [
+        f"sites      {counts_text(summary.site_verdicts)}",
+        f"cells      {counts_text(summary.cell_verdicts)} (site x recipe)",
+    ]
+    lines += [f"unsafe     {site}: {reason}" for site, reason in summary.unsafe_sites.items()]
+    lines += [
+        f"in FP8     {counts_text(summary.fp8_sites)} (objective {summary.objective} on "
+        f"{summary.chip}: not measured as faster)",
+        f"misses     {counts_text(summary.misses)}",
+        f"at run time {counts_text(summary.run_time_misses)}",
+        f"log loss   {difference.log_loss_default:.6f} without the table, "
+        f"{difference.log_loss_table:.6f} with it: "
+        f"{100 * difference.relative_difference:+.4f} % +- "
+        f"{100 * difference.standard_error:.4f} % ({verdict})",
+        "",
+    ]
+    lines += [f"{name:<10} {path}" for name, path in summary.run.paths.items()]
+    return lines
