@@ -41,9 +41,7 @@ class TraceWriter:
     operands: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     moments: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
-    def site(
-        self, fqn: str, role: str, dims: tuple[int, int, int, int], **changes: Any
-    ) -> None:
+    def site(self, fqn: str, role: str, dims: tuple[int, int, int, int], **changes: Any) -> None:
         batch, m, n, k = dims
         row = {
             "site": f"{fqn}#0:{role}",
@@ -69,7 +67,13 @@ class TraceWriter:
         self.sites.append(row | changes)
 
     def operand(
-        self, site: str, operand: str, sample: np.ndarray, *, with_moments: bool = True, rank: int = 0
+        self,
+        site: str,
+        operand: str,
+        sample: np.ndarray,
+        *,
+        with_moments: bool = True,
+        rank: int = 0,
     ) -> None:
         """Record the operand whose rows are ``sample`` [rows, width]."""
         flat = np.abs(sample)

@@ -135,15 +135,11 @@ def _exit(a: Prepared, b: Prepared, out_dtype: torch.dtype) -> torch.Tensor:
     os._exit(3)
 
 
-def _cast_to_e5m2(
-    operand: torch.Tensor, side: Side, scale: torch.Tensor | None = None
-) -> Prepared:
+def _cast_to_e5m2(operand: torch.Tensor, side: Side, scale: torch.Tensor | None = None) -> Prepared:
     return TorchScaledMM(parse_recipe("e5m2/tensorwise/fp32")).prepare(operand, side)
 
 
-def _hides_nan(
-    operand: torch.Tensor, side: Side, scale: torch.Tensor | None = None
-) -> Prepared:
+def _hides_nan(operand: torch.Tensor, side: Side, scale: torch.Tensor | None = None) -> Prepared:
     return GOOD.prepare(operand.nan_to_num(0.0), side, scale)
 
 
@@ -161,7 +157,10 @@ BEHAVIORS: tuple[Fake, ...] = (
     Fake("raises", run_instead=_raise(ValueError("bad tile\nsecond line"))),
     Fake("exits", run_instead=_raise(SystemExit(7))),
     Fake("no-memory", run_instead=_raise(torch.OutOfMemoryError("CUDA out of memory."))),
-    Fake("no-host-memory", run_instead=_raise(RuntimeError("DefaultCPUAllocator: can't allocate memory: x"))),
+    Fake(
+        "no-host-memory",
+        run_instead=_raise(RuntimeError("DefaultCPUAllocator: can't allocate memory: x")),
+    ),
     Fake("no-compiler", run_instead=_raise(_CompilationError("at 3:4: no such op"))),
     Fake("nan", run_instead=_one_nan),
     Fake("transposed", run_instead=_transposed),
