@@ -143,7 +143,12 @@ class Trial:
         )
 
     def emulation_error(self, recipe_name: str) -> float | None:
-        """Return the relative error of a recipe's emulation against the originals; None if 0/0."""
+        """Return the relative error of a recipe's emulation against the originals.
+
+        None if 0/0, and for recipes that leave operands as they are: nothing is to be emulated.
+        """
+        if recipe_name in ("fp64", "fp32"):
+            return None
         if recipe_name not in self._emulation_errors:
             value = self._emulate(recipe_name).to(_narrower(recipe_name, self.out_dtype))
             self._emulation_errors[recipe_name] = product_error(

@@ -11,7 +11,9 @@ from loka_toolkit.harness.judge import Trial, prepare
 from loka_toolkit.kernels.contract import Candidate
 
 _MOST_NAMES = 4
-_VIEWS = ("view", "slice", "transpose", "t", "select", "unsqueeze", "squeeze", "expand", "detach")
+_VIEWS = frozenset(
+    "view _unsafe_view slice transpose t select unsqueeze squeeze expand detach alias".split()
+)
 
 
 def kernels_run(candidate: Candidate, trial: Trial, device: torch.device) -> str | None:
