@@ -109,9 +109,7 @@ def test_static_scales_saturate_and_follow_the_loss_scale(made):
             routed = run(layer, x, g * loss_scale)
             scaled = scale_g * loss_scale
             assert_close(routed["y"], made.ml_product(x, w.t(), scales=(scale_x, scale_w)))
-            assert_close(
-                routed["x"], made.ml_product(g * loss_scale, w, scales=(scaled, scale_w))
-            )
+            assert_close(routed["x"], made.ml_product(g * loss_scale, w, scales=(scaled, scale_w)))
             assert_close(
                 routed["w"], made.ml_product(g.t() * loss_scale, x, scales=(scaled, scale_x))
             )
@@ -234,10 +232,11 @@ def test_autocast_computes_in_its_own_dtype_and_returns_gradients_in_the_paramet
     assert [t.dtype for t in routed] == [t.dtype for t in plain]
     xb, wb = x.bfloat16().float(), layer.weight.detach().bfloat16().float()
     truth = made.ml_product(xb, wb.t()) + layer.bias.detach().bfloat16().double().numpy()
-    # Two roundings to bfloat16, of the product and of its sum with the bias: 2 * 2**-9 relative.
-    np.testing.assert_allclose(routed[0].double().numpy(), truth, rtol=2**-8, atol=2**-8)
+    # A rounding to bfloat16 is at most 2**-8 relative: the product is rounded once, its sum with
+    # the bias again, and values below 4 lose at most 4 * 2**-8 where the sum cancels.
+    np.testing.assert_allclose(routed[0].double().numpy(), truth, rtol=2**-8, atol=2**-6)
     np.testing.assert_allclose(
-        routed[2].double().numpy(), made.ml_product(g.float().t(), xb), rtol=2**-9, atol=1e-3
+        routed[2].double().numpy(), made.ml_product(g.float().t(), xb), rtol=1.01 * 2**-8, atol=1e-5
     )
     assert torch.equal(routed[3], plain[3])
     with install(model, made.full_table(model)) as installation:  # a table for float32
@@ -291,9 +290,11 @@ def test_any_shape_has_the_shapes_counts_and_gradients_of_the_layer(
         if routed is not None:
             assert routed.shape == expected.shape and routed.dtype == expected.dtype
             # 2**-4 is E4M3's spacing and two operands carry it; a sum over tokens does not cancel.
-            bound = 0.25 * (1 + tokens) * (1 + width + height) * max(1.0, float(x.abs().amax())) if (
-                x.numel()
-            ) else 1e-30
+            bound = (
+                0.25 * (1 + tokens) * (1 + width + height) * max(1.0, float(x.abs().amax()))
+                if (x.numel())
+                else 1e-30
+            )
             assert (routed - expected).abs().max() <= bound if routed.numel() else True
     ran = {"fwd": 1, "dgrad": int(needs_x), "wgrad": int(needs_w)}
     if tokens:
@@ -311,7 +312,11 @@ def test_a_ragged_batch_outside_the_interval_is_a_counted_miss(made):
         for tokens, hits, misses in (
             (64, {"fwd": 1, "dgrad": 1, "wgrad": 1}, {}),
             (31, {"fwd": 2, "dgrad": 2, "wgrad": 1}, {"shape": {"wgrad": 1}}),
-            (129, {"fwd": 2, "dgrad": 2, "wgrad": 1}, {"shape": {"wgrad": 2, "fwd": 1, "dgrad": 1}}),
+            (
+                129,
+                {"fwd": 2, "dgrad": 2, "wgrad": 1},
+                {"shape": {"wgrad": 2, "fwd": 1, "dgrad": 1}},
+            ),
         ):
             x = torch.randn(tokens, 16, requires_grad=True)
             y = layer(x)
@@ -352,7 +357,9 @@ def test_ops_pass_opcheck():
     scale = torch.tensor(0.01)
     a, b = torch.randn(13, 39), torch.randn(39, 26)
     torch.library.opcheck(gemm, (a, b, None, None, torch.float32, bank.id, 0))
-    torch.library.opcheck(gemm, (a, b.t().contiguous().t(), scale, scale, torch.bfloat16, bank.id, 1))
+    torch.library.opcheck(
+        gemm, (a, b.t().contiguous().t(), scale, scale, torch.bfloat16, bank.id, 1)
+    )
     x, w = torch.randn(2, 13, 39), torch.randn(26, 39)
     shape = int(Outcome.SHAPE)
     torch.library.opcheck(missed_linear, (x, w, torch.randn(26), bank.id, 0, shape))
