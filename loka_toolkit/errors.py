@@ -121,7 +121,7 @@ class MissingDependencyError(LokaError):
 
 def near_misses(name: str, known: Iterable[str], limit: int = 5) -> str:
     """Return a clause that lists the known names closest to ``name``, best first."""
-    names = sorted(set(known))
+    names = sorted({str(n) for n in known})
     if not names:
         return "there are none"
     close = difflib.get_close_matches(name, names, n=limit, cutoff=0.4)
