@@ -27,7 +27,6 @@ from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.units import LossUnits, Reduction, StepFacts, resolve_units
 from loka_toolkit.recording.writer import TraceWriter
 
-
 _T = TypeVar("_T")
 
 
