@@ -168,10 +168,11 @@ def _squared_error(node: Any, captured: CapturedLoss) -> None:
 
 def _log_softmax_loss(node: Any, captured: CapturedLoss) -> None:
     log_probability, target = node._saved_self.detach(), node._saved_target.detach()
+    if target.ndim == 0:
+        log_probability, target = log_probability.unsqueeze(0), target.unsqueeze(0)
     _describe(captured, target)
-    ignored = int(node._saved_ignore_index)
-    ignored_terms = int((target == ignored).sum())
-    classes = log_probability.shape[1] if log_probability.ndim > 1 else 1
+    ignored_terms = int(_is_ignored(node, target).sum())
+    classes = log_probability.shape[1]
     if target.ndim == 1 and classes == target.shape[0]:
         captured.is_separable = False
         captured.reason = (
@@ -180,9 +181,16 @@ def _log_softmax_loss(node: Any, captured: CapturedLoss) -> None:
         )
     elif node._saved_weight is not None or ignored_terms:
         captured.reason = "classes are weighted or ignored, so examples do not count equally"
-    captured.data_loss = float(
-        functional.nll_loss(log_probability.to(torch.float64), target, ignore_index=ignored)
-    )
+    chosen = log_probability.to(torch.float64).gather(1, target.clamp(min=0).unsqueeze(1))
+    terms = chosen.squeeze(1)[~_is_ignored(node, target)]
+    captured.data_loss = -float(terms.mean()) if terms.numel() else None
+
+
+def _is_ignored(node: Any, target: torch.Tensor) -> torch.Tensor:
+    try:
+        return target == int(node._saved_ignore_index)
+    except ValueError:  # PyTorch cannot hand out a negative one, such as the default -100
+        return target < 0
 
 
 def _other(node: Any, captured: CapturedLoss) -> None:
