@@ -319,16 +319,48 @@ def test_large_and_saturated_logits_are_beyond_validity(record_run):
     row = run.error("2#0:fwd", "e5m2/tensorwise/fast")
     assert row.impact_status == "beyond-validity"
 
-    saturated = click_model()
+
+class Opaque(torch.autograd.Function):
+    """A function with code of its own, which nobody may run twice."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        return g
+
+
+@pytest.mark.parametrize("opaque", [False, True])
+def test_saturated_examples_are_followed_from_their_logits(record_run, linear_effect, opaque):
+    """p is exactly 1 in float32: gradients vanish, on the wrong side too."""
+    model, (x, y) = click_model(), clicks(39)
     with torch.no_grad():
-        saturated[4].bias.fill_(60.0)
+        model[4].bias.fill_(21.0)
 
-    def loss(_: int) -> torch.Tensor:
-        return F.binary_cross_entropy(torch.sigmoid(saturated(x)).squeeze(-1), torch.ones(39))
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        z = Opaque.apply(m(x)) if opaque and x.dtype == torch.float32 else m(x)
+        return F.binary_cross_entropy(torch.sigmoid(z).squeeze(-1), y)
 
-    run = record_run(saturated, loss, name="saturated")
+    gradients = []
+    for recorded in (False, True):
+        model.zero_grad()
+        if recorded:
+            run = record_run(model, lambda _: loss(model, x, y))
+        else:
+            loss(model, x, y).backward()
+        gradients.append([p.grad.clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
     row = run.error("2#0:fwd")
-    assert row.impact_status == "beyond-validity" and "saturated" in row.impact_reason
+    assert "saturated-examples" in run.events
+    if opaque:
+        assert row.impact_status == "beyond-validity" and "saturated" in row.impact_reason
+        return
+    measured = linear_effect(model, "2", (x, y), loss)
+    assert abs(measured) > 1e-6
+    assert row.impact_first_order == pytest.approx(measured, rel=1e-3)
+    assert row.impact_status == "ok"
 
 
 def test_squared_error_has_its_exact_second_order(record_run, linear_effect):
