@@ -15,6 +15,8 @@ from torch.utils.flop_counter import flop_registry
 
 from loka_toolkit.artifacts.sites import Role, SiteKey
 from loka_toolkit.recording.layers import StepRecord
+from loka_toolkit.recording.logits import read_logits
+from loka_toolkit.recording.loss import CapturedLoss
 from loka_toolkit.recording.modules import ModelNames, ModuleTracker
 from loka_toolkit.recording.observer import Observer
 from loka_toolkit.recording.products import (
@@ -79,6 +81,10 @@ _OTHER_PRODUCTS: dict[Any, Callable[..., float]] = {
 """Work that is no site yet; FLOPs where they are cheap to tell, else 0: the reason still counts."""
 
 
+_LARGEST_LOGITS = 1 << 20
+"""Inputs of sigmoids up to this size are kept for the step: one of them may be the logits."""
+
+
 class Interception(TorchDispatchMode):  # type: ignore[misc]
     """One recorded step, from the end of the previous one to its own end.
 
@@ -123,6 +129,8 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         self._skip_reason: str | None = None
         self._saw_backward = False
         self._has_gradients = True
+        self._is_looking = True
+        self._sigmoid_inputs: dict[int, torch.Tensor] = {}
         self.is_enabled = True
 
     def install(self) -> None:
@@ -149,13 +157,29 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Run the operator, then look at what it did; what it raises passes through untouched."""
         kwargs = kwargs or {}
-        if not self.is_enabled or not isinstance(func, torch._ops.OpOverload):
+        if not (self.is_enabled and self._is_looking) or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         # The number of the node that autograd made for this operator, if it made one.
         sequence = int(torch._C._autograd._get_sequence_nr()) - 1
         out = func(*args, **kwargs)
         self._guarded(lambda: self._look(func, args, kwargs, out, sequence))
         return out
+
+    def on_loss(self, loss: CapturedLoss) -> None:
+        """Take note of the loss that is about to be differentiated; only the first one counts."""
+        if self._record.loss is not None:
+            return
+        self._record.loss = loss
+        if not loss.saturated:
+            return
+        logit = None
+        if loss.prediction is not None:
+            logit = self._sigmoid_inputs.get(self._registry.name(loss.prediction))
+        self._is_looking = False
+        try:
+            self._record.logits_reason = read_logits(self._record, loss, logit)
+        finally:
+            self._is_looking = True
 
     def _guarded(self, look: Callable[[], None]) -> None:
         """Run our own work so that it leaves no trace in autograd, and raises nothing."""
@@ -189,6 +213,8 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
             self._parameters.follow(args[0], out)
         if torch._C._current_autograd_node() is None:
             self._trails.follow(func, args, out)
+            if packet is aten.sigmoid and args[0].numel() <= _LARGEST_LOGITS:
+                self._sigmoid_inputs[self._registry.name(out)] = args[0].detach().clone()
             if packet in _ACTIVATIONS:
                 self._pass_on_output(args[0], out)
 
