@@ -79,19 +79,27 @@ class TorchMatmul:
 
     def run(self, a: Prepared, b: Prepared, out_dtype: torch.dtype) -> torch.Tensor:
         """Return the product; autocast is off inside, so that the dtype is the one named."""
-        with torch.autocast(a.data.device.type, enabled=False), _tf32(self.recipe == "tf32"):
+        precision = _fp32_precision("tf32" if self.recipe == "tf32" else "ieee")
+        with torch.autocast(a.data.device.type, enabled=False), precision:
             return torch.matmul(a.data, b.data).to(out_dtype)
 
 
 @contextlib.contextmanager
-def _tf32(allowed: bool) -> Iterator[None]:
-    """Set whether float32 products on CUDA may use TF32, and put it back whatever happens."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32" if allowed else "ieee"
+def _fp32_precision(cuda: str) -> Iterator[None]:
+    """Say how float32 products are computed, on a CPU exactly, and undo it whatever happens.
+
+    Without it the user's own choice, for example ``torch.set_float32_matmul_precision``, would
+    decide what a candidate named fp32 computes.
+    """
+    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    before = [backend.fp32_precision for backend in backends]
     try:
+        for backend, precision in zip(backends, (cuda, "ieee"), strict=True):
+            backend.fp32_precision = precision
         yield
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        for backend, precision in zip(backends, before, strict=True):
+            backend.fp32_precision = precision
 
 
 def candidates() -> tuple[TorchMatmul, ...]:

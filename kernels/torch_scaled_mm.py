@@ -125,7 +125,7 @@ class TorchScaledMM:
             data = _padded(stored, stored.shape[0], _aligned(stored.shape[1]))
             return Prepared(data, scale, operand.shape, side)
         k, n = _aligned(stored.shape[0]), _aligned(stored.shape[1])
-        if scale.numel() > 1:
+        if self.fp8.scaling is Scaling.ROWWISE:
             ones = scale.new_ones(1, n - stored.shape[1])
             scale = torch.cat([scale.reshape(1, -1), ones], dim=1)
         return Prepared(_padded(stored.mT, n, k).mT, scale, operand.shape, side)

@@ -43,6 +43,7 @@ class MissReason(enum.StrEnum):
     NOT_REPLACEABLE = "not-replaceable"
     NOT_FASTER = "not-faster"
     CONFLICT = "conflicting-calls"
+    EXCLUDED = "excluded"
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -142,7 +143,8 @@ class OperandPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     Attributes:
         cast_by: ``kernel`` (stand-alone), ``producer`` (fused), ``gemm`` (inside) or ``none``.
-        scaling: tensorwise, rowwise or static; null without a cast.
+        scaling: tensorwise, rowwise or static; several, joined by a comma, where the roles that
+            read the operand differ; null without a cast.
         formats: Formats written.
         layouts: Layouts written: ``row``, ``column``.
         kept_for_backward: What backward reads: ``original`` or ``fp8``.

@@ -29,28 +29,47 @@ def cast(x: torch.Tensor, fmt: FloatFormat, scale: torch.Tensor) -> torch.Tensor
         fmt: The target format.
         scale: Decode scale, broadcastable against ``x``.
     """
-    return rounded(_scaled(x, scale), fmt).to(fmt.torch_dtype)
+    y = _saturated(_scaled(x, scale), fmt)
+    # torch's own conversion of float32 rounds to nearest even; it is wrong only about what has been
+    # dealt with by now (Inf and overflow, differently by version). From float64 it rounds twice.
+    return (y if y.dtype == torch.float32 else _rounded(y, fmt)).to(fmt.torch_dtype)
 
 
 def fake_cast(x: torch.Tensor, fmt: FloatFormat, scale: torch.Tensor) -> torch.Tensor:
     """Return what the cast of ``x`` stands for: stored * scale, float32 (float64 for float64)."""
-    stored = rounded(_scaled(x, scale), fmt)
-    return stored * scale.to(stored.dtype)
+    dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+    return cast(x, fmt, scale).to(dtype).mul_(scale.to(dtype))
 
 
 def rounded(y: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """Return the values of ``fmt`` nearest to ``y``, in the dtype of ``y`` (float32 or float64).
 
-    Works for any :class:`FloatFormat` narrower than the dtype: quanta are powers of two, so the
-    only rounding is that of ``torch.round``, which rounds halves to even.
+    Arithmetic only, so it serves formats that torch does not store: any :class:`FloatFormat` of
+    fewer exponent and mantissa bits than the dtype. Special cases are those of :func:`cast`.
     """
-    special = math.inf if fmt.has_infinity else math.nan
+    return _rounded(_saturated(y, fmt), fmt)
+
+
+def _saturated(y: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     bounded = y.clamp(-fmt.max, fmt.max)
-    exponent = torch.frexp(bounded).exponent - 1
-    quantum_exponent = exponent.clamp_(min=fmt.min_exponent) - fmt.mantissa_bits
-    steps = torch.ldexp(bounded, -quantum_exponent).round_()
-    value = torch.ldexp(steps, quantum_exponent)
-    return torch.where(torch.isinf(y), torch.copysign(torch.full_like(y, special), y), value)
+    infinite = torch.isinf(y)
+    if fmt.has_infinity:
+        return torch.where(infinite, y, bounded)
+    return bounded.masked_fill_(infinite, math.nan)
+
+
+def _rounded(y: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
+    """Round to nearest even: quanta are powers of two, so only ``torch.round`` rounds."""
+    binade = _power_of_two(y).clamp_(fmt.smallest_normal, 2.0**fmt.max_exponent)
+    quantum = binade.mul_(2.0**-fmt.mantissa_bits)
+    return y.div(quantum).round_().mul_(quantum)
+
+
+def _power_of_two(y: torch.Tensor) -> torch.Tensor:
+    """Return the largest power of two not above |y|; 0 where y is subnormal, Inf for Inf or NaN."""
+    if y.dtype == torch.float64:
+        return (y.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
+    return (y.view(torch.int32) & 0x7F800000).view(torch.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,15 +119,13 @@ def cast_events(
     slices = _groups_of(columns) if groups is None else _checked(groups, columns)
     finite = torch.isfinite(x)
     nonzero = finite & (x != 0)
-    magnitude = _scaled(x, scale).abs()
+    magnitude = _scaled(x, scale).abs_()
     underflowed = nonzero & (magnitude <= fmt.smallest_subnormal / 2)
-    clipped = magnitude > fmt.saturation_threshold
-    if fmt.saturates_at_threshold:
-        clipped = clipped | (magnitude == fmt.saturation_threshold)
-    nonzero_columns = nonzero.reshape(-1, columns).sum(0)
-    underflowed_columns = underflowed.reshape(-1, columns).sum(0)
-    counts = torch.stack([nonzero_columns, underflowed_columns]).tolist()
-    totals = torch.stack([(nonzero & clipped).sum(), (~finite).sum()]).tolist()
+    threshold = fmt.saturation_threshold
+    clipped = magnitude >= threshold if fmt.saturates_at_threshold else magnitude > threshold
+    by_column = [_column_counts(flags, columns) for flags in (nonzero, underflowed)]
+    counts = torch.stack(by_column).tolist()
+    totals = torch.stack([(finite & clipped).sum(), finite.logical_not().sum()]).tolist()
     worst_share, worst_group = 0.0, None
     for group in slices:
         share = _share(sum(counts[1][group]), sum(counts[0][group]))
@@ -125,6 +142,10 @@ def cast_events(
         worst_group_share=worst_share,
         worst_group=worst_group,
     )
+
+
+def _column_counts(flags: torch.Tensor, columns: int) -> torch.Tensor:
+    return flags.reshape(math.prod(flags.shape[:-1]), columns).sum(0)
 
 
 def _scaled(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ class Specials(enum.Enum):
 
     IEEE = "infinities and NaNs, as in IEEE 754"
     FINITE_NAN = "finite values; only the all-ones code of each sign is NaN"
+    NEGATIVE_ZERO_NAN = "finite values; only the code of -0 is NaN, so that zero has no sign"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class FloatFormat:
     def max_exponent(self) -> int:
         """Exponent of the largest finite value."""
         top = (1 << self.exponent_bits) - 1
-        return (top if self.specials is Specials.FINITE_NAN else top - 1) - self.bias
+        return (top - 1 if self.specials is Specials.IEEE else top) - self.bias
 
     @functools.cached_property
     def min_exponent(self) -> int:

@@ -7,6 +7,8 @@ import math
 
 import torch
 
+from loka_toolkit.errors import ConfigurationError
+
 SQNR_CEILING_DB = 200.0
 """An SQNR above this (relative error below 1e-10) is reported as this."""
 
@@ -50,12 +52,12 @@ def product_error(reference: torch.Tensor, approximation: torch.Tensor) -> Produ
         approximation: Same shape.
 
     Raises:
-        ValueError: If the shapes differ.
+        ConfigurationError: If the shapes differ.
     """
     if reference.shape != approximation.shape:
-        raise ValueError(
-            f"reference has shape {tuple(reference.shape)} and approximation "
-            f"{tuple(approximation.shape)}; they must be equal"
+        raise ConfigurationError(
+            f"the reference has shape {tuple(reference.shape)} and the approximation "
+            f"{tuple(approximation.shape)}; give both for the same outputs"
         )
     truth = reference.detach().to(torch.float64)
     if truth.numel() == 0 or not bool(torch.isfinite(truth).all()):

@@ -51,7 +51,9 @@ def finite_amax(
     magnitude = x.detach().abs()
     finite = magnitude.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0)
     amax = finite.amax(dim=dims, keepdim=keepdim) if dims else finite
-    return amax.clamp(max=_LARGEST_FLOAT32).to(torch.float32)
+    if amax.dtype == torch.float64:
+        amax = amax.clamp(max=_LARGEST_FLOAT32)
+    return amax.to(torch.float32)
 
 
 def decode_scale(amax: torch.Tensor, fmt: FloatFormat, *, headroom: float = 1.0) -> torch.Tensor:

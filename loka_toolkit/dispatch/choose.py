@@ -1,0 +1,208 @@
+"""Choose: which safe candidate runs each site, layer by layer, under an objective."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from loka_toolkit.artifacts.dispatch_table import (
+    ANY_CALL,
+    Entry,
+    LayerPlan,
+    Miss,
+    MissReason,
+    Objective,
+)
+from loka_toolkit.artifacts.dispatch_table import Evidence as EntryEvidence
+from loka_toolkit.artifacts.replay_results import ReplayRow
+from loka_toolkit.artifacts.safety_map import Cell, SpeedEvidence, Verdict
+from loka_toolkit.artifacts.sites import Role, token_axis
+from loka_toolkit.dispatch.objectives import (
+    MIN_SPEEDUP,
+    Picked,
+    Predict,
+    cover,
+    fastest_default,
+    measured_fastest,
+    predicted_fastest,
+)
+from loka_toolkit.dispatch.options import (
+    Evidence,
+    Group,
+    Option,
+    Refusal,
+    group_cells,
+    options_for,
+)
+from loka_toolkit.dispatch.plans import layer_plan
+from loka_toolkit.numerics.recipes import Scaling
+
+_LINEAR_LAYOUTS = {Role.FWD: "row,column", Role.DGRAD: "row,row", Role.WGRAD: "column,row"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was chosen.
+
+    Attributes:
+        entries: Sites that run a candidate.
+        layers: Cast plan of every layer with an entry.
+        misses: Every other site, with its reason.
+    """
+
+    entries: tuple[Entry, ...]
+    layers: tuple[LayerPlan, ...]
+    misses: tuple[Miss, ...]
+
+
+def choose(
+    cells: Iterable[Cell],
+    evidence: Evidence,
+    objective: Objective,
+    *,
+    baselines: Sequence[ReplayRow] = (),
+    predict: Predict | None = None,
+    excluded: frozenset[str] = frozenset(),
+) -> Choice:
+    """Choose a candidate, or the default, for every site.
+
+    Args:
+        cells: Cells of the safety map.
+        evidence: What else is known: candidates, replay rows and static scales.
+        objective: What to choose by.
+        baselines: Replay rows of 16- and 32-bit kernels on the same chip; ``speed`` needs them.
+        predict: Predicted speed-up; ``roofline`` needs it.
+        excluded: Sites that the user left out.
+    """
+    by_module: dict[str, list[Group]] = {}
+    for group in group_cells(cells):
+        by_module.setdefault(group.fqn, []).append(group)
+    default_us = fastest_default(baselines)
+    entries: list[Entry] = []
+    layers: list[LayerPlan] = []
+    misses: list[Miss] = []
+    for fqn, groups in by_module.items():
+        options: dict[Role, tuple[Option, ...]] = {}
+        by_role = {group.role: group for group in groups}
+        for group in groups:
+            found = _options_unless_excluded(group, evidence, excluded)
+            if isinstance(found, tuple):
+                options[group.role] = found
+            else:
+                misses += _misses(group, found)
+        if objective is Objective.COVERAGE:
+            picked, passed = cover(options, default_us)
+        elif objective is Objective.ROOFLINE:
+            if predict is None:
+                raise TypeError("the objective roofline needs a prediction")
+            picked, passed = predicted_fastest(options, predict)
+        else:
+            picked, passed = measured_fastest(options, default_us)
+        for role, refusal in passed.items():
+            misses += _misses(by_role[role], dict.fromkeys(by_role[role].calls, refusal))
+        entries += [_entry(by_role[role], choice, objective) for role, choice in picked.items()]
+        if picked:
+            recipes = {role: choice.option.recipe for role, choice in picked.items()}
+            layers.append(layer_plan(fqn, ANY_CALL, recipes))
+    return Choice(tuple(entries), tuple(layers), tuple(misses))
+
+
+def token_interval(role: Role, tokens: Sequence[int]) -> tuple[int, int]:
+    """Return the least and largest token count for which a verdict holds.
+
+    Forward and dgrad compute each row of the output by itself: fewer rows than recorded change
+    nothing but the tensor's amax, which only falls, so the interval begins at 1. The contraction of
+    wgrad runs over the tokens, so its error depends on how many there are: it holds down to half.
+    Both end at twice the largest count seen; beyond it rarer and larger values than any recorded
+    one are to be expected.
+
+    Args:
+        role: fwd, dgrad or wgrad.
+        tokens: Token counts recorded, one per call.
+    """
+    upper = max(1, 2 * max(tokens))
+    if role is Role.WGRAD:
+        return max(1, math.ceil(min(tokens) / 2)), upper
+    return 1, upper
+
+
+def _options_unless_excluded(
+    group: Group, evidence: Evidence, excluded: frozenset[str]
+) -> tuple[Option, ...] | Mapping[int, Refusal]:
+    left_out = [
+        call for call, cell in zip(group.calls, group.cells, strict=True) if cell.site in excluded
+    ]
+    if left_out:
+        everyone = len(left_out) == len(group.calls)
+        calls = ", ".join(map(str, left_out))
+        detail = (
+            "left out by the patterns of include and exclude"
+            if everyone
+            else (
+                f"call {calls} is left out by the patterns, and the calls of a module run together"
+            )
+        )
+        return dict.fromkeys(group.calls, Refusal(MissReason.EXCLUDED, detail))
+    return options_for(group, evidence)
+
+
+def _misses(group: Group, refusals: Mapping[int, Refusal]) -> list[Miss]:
+    return [
+        Miss(group.fqn, call, group.role.value, refusal.reason, refusal.detail)
+        for call, refusal in refusals.items()
+    ]
+
+
+def _entry(group: Group, picked: Picked, objective: Objective) -> Entry:
+    option, first = picked.option, picked.option.cells[0]
+    axis = token_axis(group.role)
+    tokens = [cell.k if axis == "k" else cell.m for cell in option.cells]
+    least, most = token_interval(group.role, tokens)
+    versions = [row.version for row in option.rows] or [option.candidate.version()]
+    version = None if versions[0] is None else str(versions[0])
+    return Entry(
+        fqn=group.fqn,
+        call=ANY_CALL,
+        role=group.role.value,
+        token_axis=axis,
+        tokens_min=least,
+        tokens_max=most,
+        m=None if axis == "m" else first.m,
+        n=first.n,
+        k=None if axis == "k" else first.k,
+        batch=first.batch,
+        dtype=first.dtype,
+        layout=_LINEAR_LAYOUTS[group.role],
+        candidate=option.candidate.name,
+        library=option.candidate.library,
+        library_version=version,
+        recipe=option.recipe.name,
+        scale_policy="static" if option.recipe.scaling is Scaling.STATIC else "dynamic",
+        scale_a=option.scale_a,
+        scale_b=option.scale_b,
+        fallback="default",
+        evidence=EntryEvidence(
+            verdict=Verdict.SAFE.value,
+            p_exceed=option.p_exceed,
+            recipe_judged=option.judged.name,
+            numerics="measured" if option.rows else "none",
+            speed=picked.evidence.value,
+            speedup=picked.speedup,
+            replay_row=",".join(row.workload_digest for row in option.rows) or None,
+            statement=_statement(picked, objective),
+        ),
+    )
+
+
+def _statement(picked: Picked, objective: Objective) -> str:
+    if picked.evidence is SpeedEvidence.MEASURED and picked.speedup is not None:
+        if objective is not Objective.COVERAGE:
+            return f"measured {picked.speedup:.2f}x of the default, casts included"
+        if picked.speedup < MIN_SPEEDUP:
+            return f"not measured as faster: {picked.speedup:.2f}x of the default, casts included"
+        return f"measured {picked.speedup:.2f}x of the default, casts included; chosen for coverage"
+    if picked.evidence is SpeedEvidence.PREDICTED and picked.speedup is not None:
+        return f"predicted {picked.speedup:.2f}x of the default by roofline; not measured as faster"
+    replayed = "right in replay" if picked.option.rows else "not replayed on this chip"
+    return f"not measured as faster; {replayed}"

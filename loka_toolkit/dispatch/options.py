@@ -1,0 +1,325 @@
+"""Options: the candidates that may serve a site, or the reason why none may.
+
+A module's calls run the same code, so its sites are judged together: an option must be safe, and
+must have passed replay where there is one, at every call of the module in that role.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+
+from loka_toolkit.artifacts.dispatch_table import MissReason
+from loka_toolkit.artifacts.replay_results import ReplayRow, Status
+from loka_toolkit.artifacts.safety_map import Cell, OperandScale, Verdict
+from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Role
+from loka_toolkit.dispatch.plans import LINEAR_ROLES
+from loka_toolkit.kernels.contract import Candidate, Chip, Problem
+from loka_toolkit.numerics.recipes import (
+    Accumulation,
+    Recipe,
+    Scaling,
+    all_recipes,
+)
+
+MAX_SCALE_RATIO = 2.0
+"""Largest ratio of two calls' static scales that one scale may stand for. Static scales leave a
+headroom of 8, and the error of E4M3 hardly changes up to a headroom of 16."""
+
+_STATUS_REASONS: dict[Status, MissReason] = {
+    Status.WRONG_NUMERICS: MissReason.UNSAFE,
+    Status.UNSUPPORTED: MissReason.SHAPE,
+    Status.KERNEL_ABSENT: MissReason.KERNEL_ABSENT,
+    Status.FAILED_TO_COMPILE: MissReason.KERNEL_ABSENT,
+    Status.OUT_OF_MEMORY: MissReason.KERNEL_ABSENT,
+    Status.CRASHED: MissReason.KERNEL_ABSENT,
+    Status.TIMED_OUT: MissReason.KERNEL_ABSENT,
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Evidence:
+    """What is known about the sites.
+
+    Attributes:
+        chip: Chip the table is for.
+        candidates: Kernels considered.
+        rows: Replay rows of that chip by (site, candidate); None without a replay on it.
+        scales: Static scales by (layer, operand).
+        check_installed: Whether this machine is the target, so that an absent library counts.
+    """
+
+    chip: Chip
+    candidates: Sequence[Candidate]
+    rows: Mapping[tuple[str, str], ReplayRow] | None
+    scales: Mapping[tuple[str, str], OperandScale]
+    check_installed: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The sites of one module in one role, over all its calls.
+
+    Attributes:
+        fqn: Module path.
+        role: The role.
+        calls: Cells by call, each a mapping from recipe name to cell.
+    """
+
+    fqn: str
+    role: Role
+    calls: Mapping[int, Mapping[str, Cell]]
+
+    @property
+    def cells(self) -> tuple[Cell, ...]:
+        """One cell per call, for what does not depend on the recipe."""
+        return tuple(next(iter(cells.values())) for cells in self.calls.values())
+
+
+@dataclasses.dataclass(frozen=True)
+class Option:
+    """A candidate that may serve a group.
+
+    Attributes:
+        candidate: The kernel.
+        recipe: Its recipe.
+        judged: The recipe whose verdicts it stands on.
+        cells: The cells of those verdicts, one per call.
+        rows: Replay rows, one per call; empty without a replay.
+        scale_a: Static decode scale of A, or None.
+        scale_b: Static decode scale of B, or None.
+    """
+
+    candidate: Candidate
+    recipe: Recipe
+    judged: Recipe
+    cells: tuple[Cell, ...]
+    rows: tuple[ReplayRow, ...]
+    scale_a: float | None = None
+    scale_b: float | None = None
+
+    @property
+    def p_exceed(self) -> float | None:
+        """The worst call's exceedance rate, or None where one is unknown."""
+        known = [cell.p_exceed for cell in self.cells if cell.p_exceed is not None]
+        return max(known) if len(known) == len(self.cells) else None
+
+    @property
+    def preference(self) -> tuple[float, str]:
+        """Sort key: the least exceedance rate first, then the name."""
+        return (2.0 if self.p_exceed is None else self.p_exceed, self.candidate.name)
+
+
+@dataclasses.dataclass(frozen=True)
+class Refusal:
+    """Why a group, or one call of it, gets no candidate.
+
+    Attributes:
+        reason: The reason.
+        detail: One sentence.
+    """
+
+    reason: MissReason
+    detail: str
+
+
+Refusals = Mapping[int, Refusal]
+
+
+def group_cells(cells: Iterable[Cell]) -> tuple[Group, ...]:
+    """Group the cells of the replaceable and other GEMM sites by module and role, in order."""
+    found: dict[tuple[str, str], dict[int, dict[str, Cell]]] = {}
+    for cell in cells:
+        by_call = found.setdefault((cell.fqn, cell.role), {})
+        by_call.setdefault(cell.call, {})[cell.recipe] = cell
+    return tuple(Group(fqn, Role(role), calls) for (fqn, role), calls in found.items())
+
+
+def options_for(group: Group, evidence: Evidence) -> tuple[Option, ...] | Refusals:
+    """Return the candidates that may serve a group, or for every call why none may."""
+    refused = _structural_refusal(group)
+    if refused is not None:
+        return dict.fromkeys(group.calls, refused)
+    safe = {call: _safe_recipes(cells) for call, cells in group.calls.items()}
+    if not any(safe.values()):
+        return {call: _not_safe(cells) for call, cells in group.calls.items()}
+    common = set.intersection(*(set(found) for found in safe.values()))
+    if not common:
+        return dict.fromkeys(group.calls, _conflict(group, safe))
+    options: list[Option] = []
+    refusals: list[Refusal] = []
+    for candidate in evidence.candidates:
+        judged = _best_covered(candidate, group, common)
+        if judged is None:
+            continue
+        outcome = _consider(candidate, judged, group, evidence)
+        if isinstance(outcome, Option):
+            options.append(outcome)
+        else:
+            refusals.append(outcome)
+    if options:
+        return tuple(sorted(options, key=lambda option: option.preference))
+    if not refusals:
+        names = " or ".join(sorted(common))
+        refusals = [
+            Refusal(
+                MissReason.KERNEL_ABSENT,
+                f"no candidate computes {group.role} in {names}, the recipes that are safe here",
+            )
+        ]
+    return dict.fromkeys(group.calls, _joined(refusals))
+
+
+def problem_of(cell: Cell) -> Problem:
+    """Return the product that a site computes."""
+    return Problem(Role(cell.role), cell.batch, cell.m, cell.n, cell.k, torch_dtype(cell.dtype))
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype that an artifact names, for example ``bfloat16``.
+
+    Raises:
+        TypeError: If torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"torch has no dtype {name!r}")
+    return dtype
+
+
+def _structural_refusal(group: Group) -> Refusal | None:
+    first = group.cells[0]
+    if not all(cell.dispatchable for cell in group.cells):
+        detail = f"no kernel can stand in for this product of {first.module_type}"
+        return Refusal(MissReason.NOT_REPLACEABLE, detail)
+    if any(cell.weight is None for cell in group.cells):
+        detail = f"a product of two activations in {first.module_type}; only those of nn.Linear"
+        return Refusal(MissReason.NOT_REPLACEABLE, f"{detail} with its weight are replaced")
+    if first.module_type != "Linear" or group.role not in LINEAR_ROLES or first.batch != 1:
+        detail = f"the module is a {first.module_type}; only nn.Linear is replaced"
+        return Refusal(MissReason.NOT_REPLACEABLE, detail)
+    static = {(cell.n, cell.m if group.role is Role.WGRAD else cell.k) for cell in group.cells}
+    if len(static) > 1 or len({cell.dtype for cell in group.cells}) > 1:
+        detail = "its calls differ in dtype or in the dimensions that are not the token count"
+        return Refusal(MissReason.CONFLICT, detail)
+    return None
+
+
+def _safe_recipes(cells: Mapping[str, Cell]) -> dict[str, Cell]:
+    known = all_recipes()
+    return {
+        name: cell for name, cell in cells.items() if cell.verdict is Verdict.SAFE and name in known
+    }
+
+
+def _not_safe(cells: Mapping[str, Cell]) -> Refusal:
+    unsafe = all(cell.verdict is Verdict.UNSAFE for cell in cells.values())
+    pool = [cell for cell in cells.values() if (cell.verdict is Verdict.UNSAFE) == unsafe] or list(
+        cells.values()
+    )
+    best = min(pool, key=lambda c: (2.0 if c.p_exceed is None else c.p_exceed, c.recipe))
+    reason = MissReason.UNSAFE if unsafe else MissReason.INSUFFICIENT
+    return Refusal(reason, f"{best.recipe}, its best recipe: {best.reason}")
+
+
+def _conflict(group: Group, safe: Mapping[int, Mapping[str, Cell]]) -> Refusal:
+    parts = []
+    for call, cells in group.calls.items():
+        names = ", ".join(sorted(safe[call]))
+        parts.append(f"call {call} {'safe in ' + names if names else _not_safe(cells).reason}")
+    return Refusal(MissReason.CONFLICT, f"no recipe is safe at every call: {'; '.join(parts)}")
+
+
+def _best_covered(candidate: Candidate, group: Group, common: set[str]) -> Recipe | None:
+    """Return the safe recipe of least exceedance rate whose verdict holds for the candidate."""
+    known = all_recipes()
+    if candidate.emulated or group.role not in candidate.roles or candidate.recipe not in known:
+        return None
+    recipe = known[candidate.recipe]
+    covered = [known[name] for name in common if known[name].is_covered_by(recipe)]
+
+    def key(judged: Recipe) -> tuple[float, int]:
+        rates = [cells[judged.name].p_exceed for cells in group.calls.values()]
+        worst = max(2.0 if rate is None else rate for rate in rates)
+        return worst, -list(Accumulation).index(judged.accumulation)
+
+    return min(covered, key=key) if covered else None
+
+
+def _consider(
+    candidate: Candidate, judged: Recipe, group: Group, evidence: Evidence
+) -> Option | Refusal:
+    if evidence.check_installed and candidate.version() is None:
+        detail = f"{candidate.name} needs {candidate.library}, which is not installed"
+        return Refusal(MissReason.KERNEL_ABSENT, detail)
+    cells = tuple(by_recipe[judged.name] for by_recipe in group.calls.values())
+    for cell in cells:
+        why = candidate.supports(problem_of(cell), evidence.chip)
+        if why is not None:
+            return Refusal(MissReason.SHAPE, f"{candidate.name} does not take it: {why}")
+    rows: list[ReplayRow] = []
+    if evidence.rows is not None:
+        for cell in cells:
+            row = _replayed(candidate, cell, evidence.rows.get((cell.site, candidate.name)))
+            if isinstance(row, Refusal):
+                return row
+            rows.append(row)
+    recipe = all_recipes()[candidate.recipe]
+    option = Option(candidate, recipe, judged, cells, tuple(rows))
+    return _with_static_scales(option, group, evidence) if _is_static(recipe) else option
+
+
+def _replayed(candidate: Candidate, cell: Cell, row: ReplayRow | None) -> ReplayRow | Refusal:
+    if row is None:
+        detail = f"{candidate.name} was not replayed at {cell.site}"
+        return Refusal(MissReason.INSUFFICIENT, f"{detail}: replay it, or build without a replay")
+    if (row.n, row.batch, row.dtype) != (cell.n, cell.batch, cell.dtype):
+        detail = f"{candidate.name} was replayed with n={row.n}, {row.dtype}"
+        return Refusal(
+            MissReason.INSUFFICIENT, f"{detail}; the site has n={cell.n}, {cell.dtype}: replay it"
+        )
+    if row.status is not Status.OK:
+        why = f": {row.detail}" if row.detail else ""
+        return Refusal(
+            _STATUS_REASONS[row.status], f"{candidate.name} is {row.status} in replay{why}"
+        )
+    return row
+
+
+def _is_static(recipe: Recipe) -> bool:
+    return recipe.scaling is Scaling.STATIC
+
+
+def _with_static_scales(option: Option, group: Group, evidence: Evidence) -> Option | Refusal:
+    scales = []
+    formats = (option.recipe.format_a, option.recipe.format_b)
+    for operand, format_name in zip(GEMM_OPERANDS[(group.role, True)], formats, strict=True):
+        found = []
+        for call in group.calls:
+            entry = evidence.scales.get((f"{group.fqn}#{call}", operand.value))
+            if entry is None or format_name not in entry.scale:
+                detail = f"the safety map has no static {format_name} scale for {operand}"
+                return Refusal(
+                    MissReason.INSUFFICIENT, f"{option.candidate.name}: {detail} of call {call}"
+                )
+            found.append(entry.scale[format_name])
+        if max(found) > MAX_SCALE_RATIO * min(found):
+            detail = f"{option.candidate.name}: the static scales of {operand} differ between calls"
+            ratio = max(found) / min(found)
+            return Refusal(
+                MissReason.CONFLICT, f"{detail} by {ratio:.3g}; the limit is {MAX_SCALE_RATIO:g}"
+            )
+        scales.append(max(found))
+    return dataclasses.replace(option, scale_a=scales[0], scale_b=scales[1])
+
+
+def _joined(refusals: Sequence[Refusal]) -> Refusal:
+    """Return the reason that most candidates share (the first on a tie), with all details."""
+    counts: dict[MissReason, int] = {}
+    for refusal in refusals:
+        counts[refusal.reason] = counts.get(refusal.reason, 0) + 1
+    reason = max(counts, key=lambda r: counts[r])
+    details = dict.fromkeys(r.detail for r in refusals)
+    return Refusal(reason, "; ".join(details))

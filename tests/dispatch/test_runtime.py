@@ -1,0 +1,399 @@
+"""The routed products against a float64 truth of their own, and against the unmodified layer."""
+
+from __future__ import annotations
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from loka_toolkit.artifacts.sites import Role
+from loka_toolkit.dispatch import install, uninstall
+from loka_toolkit.dispatch.counters import Bank, Outcome, Slot
+from loka_toolkit.dispatch.runtime import gemm, missed_linear, missed_mm
+from loka_toolkit.kernels.catalog import find_candidate
+
+ROLES = (Role.FWD, Role.DGRAD, Role.WGRAD)
+
+# torch's CPU kernel sums products of FP8 values in float32 and scales at the end: with K <= 256
+# terms the error against float64 stays below 256 * 2**-24 of sum |a||b|, here of the largest row.
+RTOL = 1e-5
+
+
+def heavy_tailed(*shape: int, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    normal = torch.randn(*shape, generator=generator)
+    return normal * torch.exp(1.5 * torch.randn(*shape, generator=generator))
+
+
+def run(layer: nn.Linear, x: torch.Tensor, g: torch.Tensor) -> dict[str, torch.Tensor]:
+    layer.zero_grad(set_to_none=True)
+    x = x.detach().clone(memory_format=torch.preserve_format).requires_grad_()
+    y = layer(x)
+    y.backward(g)
+    found = {"y": y.detach(), "x": x.grad, "w": layer.weight.grad}
+    if layer.bias is not None:
+        found["b"] = layer.bias.grad
+    return found
+
+
+def assert_close(actual: torch.Tensor, expected: np.ndarray) -> None:
+    scale = np.abs(expected).max() if expected.size else 0.0
+    np.testing.assert_allclose(actual.double().numpy(), expected, rtol=0, atol=RTOL * scale + 1e-30)
+
+
+@pytest.mark.parametrize(("tokens", "width", "height"), [(39, 13, 117), (13, 39, 1), (1, 117, 13)])
+@pytest.mark.parametrize("bias", [True, False])
+def test_every_product_is_that_of_operands_cast_by_ml_dtypes(made, tokens, width, height, bias):
+    torch.manual_seed(0)
+    layer = nn.Linear(width, height, bias=bias)
+    x, g = heavy_tailed(tokens, width), heavy_tailed(tokens, height, seed=1) * 1e-4
+    w = layer.weight.detach()
+    truth = {
+        "y": made.ml_product(x, w.t()) + (layer.bias.detach().double().numpy() if bias else 0.0),
+        "x": made.ml_product(g, w),
+        "w": made.ml_product(g.t(), x),
+    }
+    plain = run(layer, x, g)
+    model = nn.Sequential(layer)
+    with install(model, made.full_table(model, tokens=tokens)) as installation:
+        routed = run(layer, x, g)
+        assert installation.counts().hits == {"fwd": 1, "dgrad": 1, "wgrad": 1}
+    for name, expected in truth.items():
+        assert_close(routed[name], expected)
+    if tokens > 1:
+        assert all(not torch.equal(routed[n], plain[n]) for n in truth), "FP8 left no trace"
+    if bias:
+        assert torch.equal(routed["b"], plain["b"])
+
+
+def test_rowwise_and_mixed_recipes_are_those_of_the_entry(made):
+    layer = nn.Linear(39, 26)
+    x, g = heavy_tailed(52, 39), heavy_tailed(52, 26, seed=1)
+    model = nn.Sequential(layer)
+    table = made.table_of(
+        made.entry("0", layer, Role.FWD, recipe="e4m3/rowwise/fp32"),
+        made.entry("0", layer, Role.DGRAD, recipe="e5m2-e4m3/tensorwise/fp32"),
+        made.entry("0", layer, Role.WGRAD, recipe="e5m2-e4m3/rowwise/fp32"),
+    )
+    with install(model, table):
+        routed = run(layer, x, g)
+    w, b = layer.weight.detach(), layer.bias.detach().double().numpy()
+    assert_close(routed["y"], made.ml_product(x, w.t(), rowwise=True) + b)
+    assert_close(routed["x"], made.ml_product(g, w, ("e5m2", "e4m3")))
+    assert_close(routed["w"], made.ml_product(g.t(), x, ("e5m2", "e4m3"), rowwise=True))
+
+
+def test_static_scales_saturate_and_follow_the_loss_scale(made):
+    layer = nn.Linear(16, 24, bias=False)
+    x, g = heavy_tailed(32, 16), heavy_tailed(32, 24, seed=1)
+    scale_x, scale_w, scale_g = float(x.abs().max()) / 448 / 4, 2.0**-9, 2.0**-6
+    recipe = "e4m3/static/fp32"
+    model = nn.Sequential(layer)
+    table = made.table_of(
+        made.entry("0", layer, Role.FWD, recipe=recipe, scales=(scale_x, scale_w)),
+        made.entry("0", layer, Role.DGRAD, recipe=recipe, scales=(scale_g, scale_w)),
+        made.entry("0", layer, Role.WGRAD, recipe=recipe, scales=(scale_g, scale_x)),
+    )
+    w = layer.weight.detach()
+    with install(model, table) as installation:
+        for loss_scale in (1.0, 1024.0):
+            given_as = loss_scale if loss_scale == 1.0 else torch.tensor([loss_scale])
+            installation.set_loss_scale(given_as)
+            routed = run(layer, x, g * loss_scale)
+            scaled = scale_g * loss_scale
+            assert_close(routed["y"], made.ml_product(x, w.t(), scales=(scale_x, scale_w)))
+            assert_close(routed["x"], made.ml_product(g * loss_scale, w, scales=(scaled, scale_w)))
+            assert_close(
+                routed["w"], made.ml_product(g.t() * loss_scale, x, scales=(scaled, scale_x))
+            )
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_one_routed_role_leaves_the_others_bit_identical(made, role):
+    torch.manual_seed(0)
+    layer = nn.Linear(39, 26)
+    model = nn.Sequential(layer)
+    output = {Role.FWD: "y", Role.DGRAD: "x", Role.WGRAD: "w"}[role]
+    inputs = {
+        "rows": heavy_tailed(52, 39),
+        "columns": heavy_tailed(39, 52).t(),
+        "three dimensions": heavy_tailed(4, 13, 39),
+        "a vector": heavy_tailed(39),
+    }
+    for name, x in inputs.items():
+        g = heavy_tailed(*x.shape[:-1], 26, seed=1)
+        plain = run(layer, x, g)
+        tokens = x.numel() // 39
+        with install(model, made.full_table(model, (role,), tokens=tokens)) as installation:
+            routed = run(layer, x, g)
+            assert installation.counts().hits == {role.value: 1}
+        for key in plain:
+            same = torch.equal(routed[key], plain[key])
+            assert same == (key != output), (name, key)
+
+
+class Overloads(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_fp8_on_a_cpu_means_that_scaled_mm_of_torch_ran(made, role):
+    layer = nn.Linear(32, 48)
+    model = nn.Sequential(layer)
+    x = torch.randn(64, 32, requires_grad=True)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as before:
+        layer(x).sum().backward()
+    with (
+        install(model, made.full_table(model, (role,))),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+    ):
+        layer(x).sum().backward()
+
+    def calls(found, name):
+        return sum(event.count for event in found.key_averages() if event.key == name)
+
+    assert calls(profile, "aten::_scaled_mm") == 1
+    assert calls(profile, "loka::gemm") == 1
+    assert calls(before, "aten::_scaled_mm") == 0
+
+
+def test_a_dispatch_mode_sees_the_toolkits_own_ops(made):
+    layer = nn.Linear(32, 48)
+    model = nn.Sequential(layer)
+    with install(model, made.full_table(model)), Overloads() as mode:
+        layer(torch.randn(64, 32, requires_grad=True)).sum().backward()
+    assert mode.seen.count("loka.gemm.default") == 3
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("nan")])
+def test_inf_and_nan_propagate(made, value):
+    layer = nn.Linear(16, 24)
+    model = nn.Sequential(layer)
+    x, g = torch.randn(32, 16), torch.randn(32, 24)
+    x[3, 5] = value
+    g[7, 2] = -value
+    with install(model, made.full_table(model)):
+        routed = run(layer, x, g)
+    assert not torch.isfinite(routed["y"][3]).any()
+    assert not torch.isfinite(routed["x"][7]).any()
+    assert not torch.isfinite(routed["w"][:, 5]).any() and not torch.isfinite(routed["w"][2]).any()
+    rows = [i for i in range(32) if i not in (3, 7)]
+    assert torch.isfinite(routed["y"][rows]).all() and torch.isfinite(routed["x"][rows]).all()
+
+
+@pytest.mark.parametrize("factor", [0.0, 1e-40, 1e-30, 1e30])
+def test_zero_tiny_and_huge_operands_stay_finite(made, factor):
+    layer = nn.Linear(16, 24, bias=False)
+    model = nn.Sequential(layer)
+    x, g = torch.randn(32, 16) * factor, torch.randn(32, 24)
+    with install(model, made.full_table(model)):
+        routed = run(layer, x, g)
+    assert all(torch.isfinite(found).all() for found in routed.values())
+    if factor == 0.0:
+        assert not routed["y"].any()
+    elif factor == 1e-40:
+        # A scale cannot fall below 2**-126, so what is left of 1e-40 is at most that large.
+        assert routed["y"].abs().max() <= 16 * x.abs().max() * layer.weight.abs().max()
+    else:
+        assert_close(routed["y"], made.ml_product(x, layer.weight.t()))
+
+
+def test_autocast_computes_in_its_own_dtype_and_returns_gradients_in_the_parameters(made):
+    torch.manual_seed(0)
+    layer = nn.Linear(32, 48)
+    model = nn.Sequential(layer)
+    x, g = torch.randn(64, 32), torch.randn(64, 48).bfloat16()
+
+    def under_autocast(x):
+        x = x.clone().requires_grad_()
+        layer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            y = layer(x)
+        y.backward(g)
+        return y.detach(), x.grad, layer.weight.grad, layer.bias.grad
+
+    plain = under_autocast(x)
+    with install(model, made.full_table(model, dtype="bfloat16")) as installation:
+        routed = under_autocast(x)
+        assert installation.counts().hits == {"fwd": 1, "dgrad": 1, "wgrad": 1}
+    assert [t.dtype for t in routed] == [t.dtype for t in plain]
+    xb, wb = x.bfloat16().float(), layer.weight.detach().bfloat16().float()
+    truth = made.ml_product(xb, wb.t()) + layer.bias.detach().bfloat16().double().numpy()
+    # A rounding to bfloat16 is at most 2**-8 relative: the product is rounded once, its sum with
+    # the bias again, and values below 4 lose at most 4 * 2**-8 where the sum cancels.
+    np.testing.assert_allclose(routed[0].double().numpy(), truth, rtol=2**-8, atol=2**-6)
+    np.testing.assert_allclose(
+        routed[2].double().numpy(), made.ml_product(g.float().t(), xb), rtol=1.01 * 2**-8, atol=1e-5
+    )
+    assert torch.equal(routed[3], plain[3])
+    with install(model, made.full_table(model)) as installation:  # a table for float32
+        missed = under_autocast(x)
+        assert installation.counts().misses == {"layout": {"fwd": 1, "dgrad": 1, "wgrad": 1}}
+    assert all(torch.equal(a, b) for a, b in zip(missed, plain, strict=True))
+
+
+def test_float64_is_left_alone_by_autocast_as_by_the_layer(made):
+    layer = nn.Linear(32, 48).double()
+    model = nn.Sequential(layer)
+    x = torch.randn(64, 32, dtype=torch.float64)
+    with install(model, made.full_table(model)), torch.autocast("cpu", torch.bfloat16):
+        assert layer(x).dtype is torch.float64
+
+
+@given(
+    shape=st.sampled_from([(13,), (0,), (1,), (3, 13), (2, 0), (2, 3, 4), (), (39,), (117,)]),
+    width=st.sampled_from([1, 13, 39]),
+    height=st.sampled_from([1, 13, 117]),
+    needs=st.tuples(st.booleans(), st.booleans(), st.booleans()),
+    layout=st.sampled_from(["contiguous", "strided", "expanded"]),
+)
+@settings(max_examples=60)
+def test_any_shape_has_the_shapes_counts_and_gradients_of_the_layer(
+    made, shape, width, height, needs, layout
+):
+    needs_x, needs_w, needs_b = needs
+    layer = nn.Linear(width, height)
+    layer.weight.requires_grad_(needs_w)
+    layer.bias.requires_grad_(needs_b)
+    plain = copy.deepcopy(layer)
+    x = torch.randn(*shape, width)
+    if layout == "strided":
+        x = torch.randn(*shape, 2 * width)[..., ::2]
+    elif layout == "expanded":
+        x = torch.randn(width).expand(*shape, width)
+    tokens = x.numel() // width
+    model = nn.Sequential(layer)
+    results = []
+    with install(model, made.full_table(model, tokens=max(tokens, 1))) as installation:
+        for module in (layer, plain):
+            leaf = x.clone().requires_grad_(needs_x)
+            y = module(leaf)
+            if any(needs):
+                y.sum().backward()
+            results.append((y, leaf.grad, module.weight.grad, module.bias.grad))
+        counts = installation.counts()
+    for routed, expected in zip(*results, strict=True):
+        assert (routed is None) == (expected is None)
+        if routed is not None:
+            assert routed.shape == expected.shape and routed.dtype == expected.dtype
+            # 2**-4 is E4M3's spacing and two operands carry it; a sum over tokens does not cancel.
+            bound = (
+                0.25 * (1 + tokens) * (1 + width + height) * max(1.0, float(x.abs().amax()))
+                if (x.numel())
+                else 1e-30
+            )
+            assert (routed - expected).abs().max() <= bound if routed.numel() else True
+    ran = {"fwd": 1, "dgrad": int(needs_x), "wgrad": int(needs_w)}
+    if tokens:
+        assert counts.hits == ran and not counts.misses
+    else:
+        assert not any(counts.hits.values())
+        assert counts.misses == {"shape": {role: 1 for role, n in ran.items() if n}}
+
+
+def test_a_ragged_batch_outside_the_interval_is_a_counted_miss(made):
+    layer = nn.Linear(16, 24)
+    model = nn.Sequential(layer)
+    plain = copy.deepcopy(layer)
+    with install(model, made.full_table(model, tokens=64)) as installation:
+        for tokens, hits, misses in (
+            (64, {"fwd": 1, "dgrad": 1, "wgrad": 1}, {}),
+            (31, {"fwd": 2, "dgrad": 2, "wgrad": 1}, {"shape": {"wgrad": 1}}),
+            (
+                129,
+                {"fwd": 2, "dgrad": 2, "wgrad": 1},
+                {"shape": {"wgrad": 2, "fwd": 1, "dgrad": 1}},
+            ),
+        ):
+            x = torch.randn(tokens, 16, requires_grad=True)
+            y = layer(x)
+            y.sum().backward()
+            counts = installation.counts()
+            assert counts.hits == hits and counts.misses == misses
+        assert torch.equal(y, plain(x))
+
+
+def test_double_backward_is_refused_and_not_wrong(made):
+    layer = nn.Linear(16, 24)
+    model = nn.Sequential(layer)
+    with install(model, made.full_table(model)):
+        x = torch.randn(64, 16, requires_grad=True)
+        (grad,) = torch.autograd.grad(layer(x).pow(2).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.sum().backward()
+
+
+@pytest.mark.parametrize("wrong", ["width", "dtype"])
+def test_bad_input_raises_what_the_layer_raises(made, wrong):
+    layer = nn.Linear(16, 24)
+    model = nn.Sequential(layer)
+    x = torch.randn(8, 17) if wrong == "width" else torch.randn(8, 16, dtype=torch.float64)
+    with pytest.raises(RuntimeError) as expected:
+        layer(x)
+    with install(model, made.full_table(model)), pytest.raises(RuntimeError) as actual:
+        layer(x)
+    assert str(actual.value) == str(expected.value)
+
+
+def test_ops_pass_opcheck():
+    candidate = find_candidate("torch.scaled_mm/e4m3/tensorwise/fp32")
+    static = find_candidate("torch.scaled_mm/e4m3/static/fp32")
+    bank = Bank(
+        [Slot(candidate, None, None, False), Slot(static, 0.1, 0.1, False)], torch.device("cpu")
+    )
+    scale = torch.tensor(0.01)
+    a, b = torch.randn(13, 39), torch.randn(39, 26)
+    torch.library.opcheck(gemm, (a, b, None, None, torch.float32, bank.id, 0))
+    torch.library.opcheck(
+        gemm, (a, b.t().contiguous().t(), scale, scale, torch.bfloat16, bank.id, 1)
+    )
+    x, w = torch.randn(2, 13, 39), torch.randn(26, 39)
+    shape = int(Outcome.SHAPE)
+    torch.library.opcheck(missed_linear, (x, w, torch.randn(26), bank.id, 0, shape))
+    torch.library.opcheck(missed_linear, (x.transpose(0, 1), w, None, bank.id, 0, shape))
+    torch.library.opcheck(missed_mm, (a, b, bank.id, 0, shape))
+    assert bank.totals()[0][Outcome.HIT] > 0 and bank.totals()[0][Outcome.SHAPE] > 0
+
+
+def test_the_output_dtype_is_an_argument_even_under_autocast():
+    candidate = find_candidate("torch.scaled_mm/e4m3/tensorwise/fp32")
+    bank = Bank([Slot(candidate, None, None, False)], torch.device("cpu"))
+    a, b = torch.randn(13, 39), torch.randn(39, 26)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gemm(a, b, None, None, torch.float32, bank.id, 0).dtype is torch.float32
+        assert missed_mm(a, b, bank.id, 0, int(Outcome.ENV)).dtype is torch.float32
+        assert missed_linear(a, b.t(), None, bank.id, 0, 1).dtype is torch.float32
+
+
+def test_a_graph_of_a_gone_installation_says_so():
+    candidate = find_candidate("torch.scaled_mm/e4m3/tensorwise/fp32")
+    gone = Bank([Slot(candidate, None, None, False)], torch.device("cpu")).id
+    a = torch.randn(4, 4)
+    with pytest.raises(RuntimeError, match="compile the model again"):
+        gemm(a, a, None, None, torch.float32, gone, 0)
+
+
+def test_functional_use_of_the_weight_is_untouched(made):
+    layer = nn.Linear(16, 24)
+    model = nn.Sequential(layer)
+    x = torch.randn(8, 16)
+    expected = F.linear(x, layer.weight, layer.bias)
+    with install(model, made.full_table(model)) as installation:
+        assert torch.equal(F.linear(x, layer.weight, layer.bias), expected)
+        assert not any(installation.counts().hits.values())
+    uninstall_twice = pytest.raises(Exception, match="no routed layer")
+    with uninstall_twice:
+        uninstall(model)
