@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from loka_toolkit.analysis.observations import IntArray
 from loka_toolkit.artifacts.safety_map import Criterion
@@ -133,5 +135,5 @@ def build(
     )
 
 
-def _joined(parts: Sequence[FloatArray]) -> FloatArray:
+def _joined(parts: Sequence[npt.NDArray[Any]]) -> FloatArray:
     return np.concatenate(parts).astype(np.float64)

@@ -180,9 +180,7 @@ def _summary(
 def _thinned(draws: HyperDraws) -> HyperDraws:
     """Return exactly ``DRAWS`` draws, evenly spaced, repeated where there are fewer."""
     at = np.linspace(0, len(draws.within) - 1, DRAWS).round().astype(np.int64)
-    return HyperDraws(
-        draws.location[at], draws.within[at], draws.between[at], draws.shape[at]
-    )
+    return HyperDraws(draws.location[at], draws.within[at], draws.between[at], draws.shape[at])
 
 
 def _joined(parts: list[NormalInverseGamma]) -> NormalInverseGamma:

@@ -103,6 +103,22 @@ def fit(design: Design, settings: SamplerSettings) -> Fit:
     return dataclasses.replace(second, retried="; ".join(first.health.problems))
 
 
+def nothing_to_fit(settings: SamplerSettings) -> Fit:
+    """Return the fit of a map without a single value: nothing was sampled, nothing can be wrong."""
+    health = FitHealth(
+        healthy=True,
+        problems=(),
+        max_r_hat=1.0,
+        min_ess=float(settings.chains * settings.draws),
+        divergences=0,
+        min_bfmi=1.0,
+        chains=settings.chains,
+        draws=0,
+        seconds=0.0,
+    )
+    return Fit({}, (), health, settings, retried=None)
+
+
 def _attempt(
     design: Design, compiled: Any, settings: SamplerSettings, elapsed: Callable[[], float]
 ) -> Fit:

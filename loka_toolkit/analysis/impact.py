@@ -84,7 +84,8 @@ def loss_impact(
         p_above[part] = (total > allotment[part]).mean(axis=0)
     none = steps == 0
     mean = np.maximum(first.mu, 0.0) + second.mean
-    return Impact(*(np.where(none, np.nan, x) for x in (mean, lo, hi, p_above)), steps=steps)
+    mean, lo, hi, p_above = (np.where(none, np.nan, x) for x in (mean, lo, hi, p_above))
+    return Impact(mean, lo, hi, p_above, steps)
 
 
 def gradient_bias(values: FloatArray, limit: float) -> tuple[FloatArray, FloatArray]:

@@ -82,7 +82,7 @@ def build_model(design: Design, *, exchangeable: bool = False) -> Any:
                 pt.exp(log_scale)[:, design.blocks],
                 shape=(criteria, len(design.blocks)),
             )
-            location = location + pt.dot(effects, design.contrasts.T)
+            location = location + effects @ design.contrasts.T
         # Terms that depend on a cell through its count alone are computed once per count.
         j, t, steps = design.entry_criterion, design.tally_criterion, design.tally_count
         alpha = pt.exp(log_shape)

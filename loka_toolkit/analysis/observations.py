@@ -183,12 +183,11 @@ def observe(
         NoMatchError: If a glob matches no site.
         ArtifactError: If the trace is damaged.
     """
-    facts = {site.key: site for site in read_sites(trace.sites)}
-    names = {str(key): key for key in facts}
-    kept = select_sites(tuple(names), include, exclude)
-    sites = tuple(facts[names[name]] for name in kept)
+    known = {str(site.key): site for site in read_sites(trace.sites)}
+    kept = select_sites(tuple(known), include, exclude)
+    sites = tuple(known[name] for name in kept)
     rows = _Rows(trace.errors, kept, recipes)
-    unknown = tuple(sorted(set(rows.site_names) - set(names)))
+    unknown = tuple(sorted(set(rows.site_names) - set(known)))
     if not rows.count:
         raise NoEvidenceError(
             f"trace {trace.path} holds no errors for the sites and recipes chosen: "

@@ -135,8 +135,10 @@ def _scale(series: AmaxSeries, pooled: float) -> OperandScale:
         amax=amax,
         log2_amax_sd=sd,
         headroom=headroom,
-        scale={name: max(amax * headroom / fmt.max, SMALLEST_SCALE)
-            for name, fmt in FP8_FORMATS.items()},
+        scale={
+            name: max(amax * headroom / fmt.max, SMALLEST_SCALE)
+            for name, fmt in FP8_FORMATS.items()
+        },
         overflow_probability={name: overflow(headroom) for name in FP8_FORMATS},
         steps=len(values),
     )

@@ -63,7 +63,7 @@ class CellFacts:
         p_unsafe: P(pi > the tolerance's exceedance rate).
         beyond_validity: Steps at which the impact left its range of validity.
         impact: Posterior mean impact, relative to the loss.
-        p_impact_above: Probability that it exceeds the allotment.
+        p_impact_above: Probability that it exceeds the allotment, less two Monte Carlo errors.
         allotment: What the site may cost.
         bias: Posterior mean of the gradient's bias.
         p_bias_above: Probability that its magnitude exceeds the limit.

@@ -141,9 +141,7 @@ def update(prior: NormalInverseGamma, statistics: Statistics) -> NormalInverseGa
         mu=(prior.kappa * prior.mu + count * statistics.mean) / kappa,
         kappa=kappa,
         alpha=prior.alpha + 0.5 * count,
-        beta=prior.beta
-        + 0.5 * statistics.squares
-        + 0.5 * prior.kappa * count / kappa * distance,
+        beta=prior.beta + 0.5 * statistics.squares + 0.5 * prior.kappa * count / kappa * distance,
     )
 
 
