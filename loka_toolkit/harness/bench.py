@@ -12,10 +12,10 @@ from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.environment import chip_of
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.harness.inputs import InputDrawer
-from loka_toolkit.harness.judge import Trial
 from loka_toolkit.harness.moments import MomentsOfTrace
 from loka_toolkit.harness.outcome import Outcome, outcome_of
 from loka_toolkit.harness.timing import TimingPolicy
+from loka_toolkit.harness.trial import Trial
 from loka_toolkit.harness.workloads import Workload, workloads_of
 from loka_toolkit.kernels.contract import Candidate, Chip
 
