@@ -217,7 +217,7 @@ class RoutedLinear(nn.Linear):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain module."""
         state = {k: v for k, v in self.__dict__.items() if k != ROUTE_ATTRIBUTE}
-        return copyreg.__newobj__, (nn.Linear,), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (nn.Linear, object, None), state  # type: ignore[attr-defined]
 
 
 def _as_autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -232,10 +232,11 @@ def test_autocast_computes_in_its_own_dtype_and_returns_gradients_in_the_paramet
     assert [t.dtype for t in routed] == [t.dtype for t in plain]
     xb, wb = x.bfloat16().float(), layer.weight.detach().bfloat16().float()
     truth = made.ml_product(xb, wb.t()) + layer.bias.detach().bfloat16().double().numpy()
-    # Two roundings to bfloat16, of the product and of its sum with the bias: 2 * 2**-9 relative.
-    np.testing.assert_allclose(routed[0].double().numpy(), truth, rtol=2**-8, atol=2**-8)
+    # A rounding to bfloat16 is at most 2**-8 relative: the product is rounded once, its sum with
+    # the bias again, and values below 4 lose at most 4 * 2**-8 where the sum cancels.
+    np.testing.assert_allclose(routed[0].double().numpy(), truth, rtol=2**-8, atol=2**-6)
     np.testing.assert_allclose(
-        routed[2].double().numpy(), made.ml_product(g.float().t(), xb), rtol=2**-9, atol=1e-3
+        routed[2].double().numpy(), made.ml_product(g.float().t(), xb), rtol=1.01 * 2**-8, atol=1e-5
     )
     assert torch.equal(routed[3], plain[3])
     with install(model, made.full_table(model)) as installation:  # a table for float32
