@@ -6,21 +6,25 @@ Every product is compared twice: with the float64 product of the operands *as th
 the same draw. Output rows, columns and batches may be sub-sampled, the contraction never.
 
 Limits. A right kernel differs from the first reference only by its accumulator and by rounding its
-output, and for one element with products p_k = a_k b_k that explains about (root of)
+output. For one element with products p_k = a_k b_k that explains about (root of)
 
-    (u_out (|ref| + |p|_2))^2               output rounding; partial sums of a split contraction may
-                                            be rounded to the output dtype too
-    + u^2 (L / 3) (|p|_2^2 + ref^2)         L roundings, each uniform within one unit u of a running
-                                            sum that wanders as far as |p|_2 or drifts to ref
-    + (u L ref^2 / (2 |p|_1))^2             truncation towards zero is a bias of u/2 per product,
-                                            to the extent that the products share a sign
-    + u_in^2 |p|_2^2                        operands that the kernel itself rounds (TF32)
+    u_out^2 / 3 (ref^2 + |p|_2^2)     output rounding; partial sums of a split contraction may be
+                                      rounded to the output dtype too
+    + u^2 L / 12 (ref^2 + |p|_2^2)    L truncations, each uniform within one unit of a running sum
+                                      that wanders to |p|_2 or drifts to ref: 1/3 for the uniform,
+                                      1/2 for the mean over the sum's course, 1/2 because the unit
+                                      is that of the power of two below
+    + (u L ref^2 / (5 |p|_1))^2       truncation towards zero is a bias, to the extent ref / |p|_1
+                                      that products share a sign: 1/2 for its mean, 1/2 for the
+                                      mean over the course, 0.7 for the power of two below
+    + u_in^2 (ref^2 + |p|_2^2)        operands that the kernel itself truncates (TF32)
 
 with u = 2^-13 and L = K for ``fast`` (Hopper keeps 13 fraction bits below the largest exponent),
-L = 128 for ``promoted-128``, and u = 2^-24, L = K for float32. These are root-mean-square figures
-with room for the order of summation; a kernel is wrong where the error of the whole sample, or of
-any tile of 16 x 16 sampled elements, exceeds KERNEL_FACTOR times that. One lost K tile of 64 in
-4096 products is an error of 12 %; a transposed, stale or unscaled tile, of 100 % and more.
+L = 128 for ``promoted-128``, and u = 2^-24, L = K for float32. That exceeds the error of the
+emulated accumulators 1.5 to 10 times. A kernel is wrong where the error of the whole sample, or of
+any tile of 16 x 16 sampled elements, exceeds KERNEL_FACTOR times that: for ``fast`` products of
+mixed signs 2.2 % at K = 4096. One lost tile of 64 among 4096 products is an error of 12 %; a
+transposed, stale or unscaled tile, of 100 % and more.
 """
 
 from __future__ import annotations
@@ -210,11 +214,12 @@ def _explained(
     root_square = (a.square() @ b.square()).sqrt().nan_to_num(0.0, 0.0, 0.0)
     info = torch.finfo(narrower(recipe_name, out_dtype))
     drift = torch.where(magnitude > 0, reference.square() / magnitude, 0.0)
-    square = (info.eps / 2 * (reference.abs() + root_square)).square()
-    square += unit**2 * (length / 3) * (root_square.square() + reference.square())
-    square += (unit * length / 2 * drift).square()
+    size = reference.square() + root_square.square()
+    square = (info.eps / 2) ** 2 / 3 * size
+    square += unit**2 * length / 12 * size
+    square += (unit * length / 5 * drift).square()
     if recipe_name == "tf32":
-        square += (2.0 ** -(TF32_MANTISSA_BITS + 1) * root_square).square() * 2
+        square += (2.0**-TF32_MANTISSA_BITS) ** 2 * size
     return square.sqrt() + info.smallest_normal * info.eps
 
 
