@@ -16,6 +16,7 @@ from loka_toolkit.artifacts.replay_results import ReplayRow, Status
 from loka_toolkit.artifacts.safety_map import Cell, OperandScale, Verdict
 from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Role
 from loka_toolkit.dispatch.plans import LINEAR_ROLES
+from loka_toolkit.errors import UnknownNameError
 from loka_toolkit.kernels.contract import Candidate, Chip, Problem
 from loka_toolkit.numerics.recipes import (
     Accumulation,
@@ -186,11 +187,11 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype that an artifact names, for example ``bfloat16``.
 
     Raises:
-        TypeError: If torch has no such dtype.
+        UnknownNameError: If torch has no such dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch has no dtype {name!r}")
+        raise UnknownNameError("dtype", name, ("float32", "bfloat16", "float16"))
     return dtype
 
 

@@ -48,7 +48,7 @@ def dims(cell):
 
 
 def test_a_cpu_builds_for_coverage_by_default(made):
-    table = build_table(made.safety_map(*layer(made)))
+    table = build_table(made.safety_map(*layer(made)), chip="cpu")
     assert (table.chip, table.objective) == ("cpu", Objective.COVERAGE)
     assert [e.candidate for e in table.entries] == [CPU_KERNEL] * 3
     assert {e.evidence.numerics for e in table.entries} == {"none"}
@@ -62,11 +62,11 @@ def test_a_cpu_builds_for_coverage_by_default(made):
 def test_a_replay_on_the_same_chip_is_evidence(made):
     cells = layer(made)
     rows = [made.row(c.site, CPU_KERNEL, **dims(c), latency_us=10.0) for c in cells]
-    table = build_table(made.safety_map(*cells), made.replay_results(*rows))
+    table = build_table(made.safety_map(*cells), made.replay_results(*rows), chip="cpu")
     assert {e.evidence.numerics for e in table.entries} == {"measured"}
     assert table.config["replay"] == "used" and table.replay_digest
     bad = [msgspec.structs.replace(rows[0], status=Status.WRONG_NUMERICS), *rows[1:]]
-    table = build_table(made.safety_map(*cells), made.replay_results(*bad))
+    table = build_table(made.safety_map(*cells), made.replay_results(*bad), chip="cpu")
     assert {m.reason for m in table.misses} == {MissReason.UNSAFE} and len(table.entries) == 2
 
 
@@ -94,7 +94,7 @@ def test_for_a_chip_that_is_not_here_the_objective_must_be_named(made):
             made.safety_map(*layer(made)), made.replay_results(), chip="H200", objective="speed"
         )
     with pytest.raises(ConfigurationError, match="no data for cpu"):
-        build_table(made.safety_map(*layer(made)), objective="roofline")
+        build_table(made.safety_map(*layer(made)), chip="cpu", objective="roofline")
     with pytest.raises(UnknownNameError, match="did you mean 'coverage'"):
         build_table(made.safety_map(*layer(made)), objective="covrage")
     with pytest.raises(UnknownNameError, match="did you mean 'H200'"):
@@ -132,12 +132,12 @@ def test_roofline_predicts_large_layers_faster_and_small_ones_not(made):
 def test_patterns_leave_sites_out_and_must_match(made):
     cells = [*layer(made, "tower.a"), *layer(made, "tower.b")]
     safety = made.safety_map(*cells)
-    table = build_table(safety, include=["tower.*"], exclude=["*:wgrad", "tower.b"])
+    table = build_table(safety, chip="cpu", include=["tower.*"], exclude=["*:wgrad", "tower.b"])
     assert {(e.fqn, e.role) for e in table.entries} == {("tower.a", "fwd"), ("tower.a", "dgrad")}
     assert {m.reason for m in table.misses} == {MissReason.EXCLUDED} and len(table.misses) == 4
     for patterns in ({"include": ["towr.a"]}, {"exclude": ["towr.a"]}):
         with pytest.raises(NoMatchError, match=r"no site matches 'towr\.a'; did you mean 'tower"):
-            build_table(safety, **patterns)
+            build_table(safety, chip="cpu", **patterns)
 
 
 def test_files_are_read_and_named_by_their_digests(made, tmp_path):
@@ -145,10 +145,10 @@ def test_files_are_read_and_named_by_their_digests(made, tmp_path):
     safety = made.safety_map(*cells)
     results = made.replay_results(*(made.row(c.site, CPU_KERNEL, **dims(c)) for c in cells))
     paths = safety.save(tmp_path / "safety.parquet"), results.save(tmp_path / "replay.parquet")
-    table = build_table(*paths)
+    table = build_table(*paths, chip="cpu")
     assert table.safety_digest == digest_file(paths[0])
     assert table.replay_digest == digest_file(paths[1])
-    assert table.entries == build_table(safety, results).entries
+    assert table.entries == build_table(safety, results, chip="cpu").entries
     with pytest.raises(ArtifactMissingError):
         build_table(tmp_path / "nothing.parquet")
 
@@ -161,7 +161,7 @@ def test_a_table_survives_its_file(made, tmp_path):
         *(made.cell(c.site, STATIC, m=c.m, n=c.n, k=c.k) for c in layer(made)),
         made.cell("b#0:fwd", FAST, "unsafe"),
     ]
-    table = build_table(made.safety_map(*cells, scales=scales))
+    table = build_table(made.safety_map(*cells, scales=scales), chip="cpu")
     assert {e.scale_policy for e in table.entries} == {"static"} and len(table.entries) == 3
     path = table.save(tmp_path / "table.json")
     assert DispatchTable.load(path) == table
@@ -181,7 +181,7 @@ def test_a_table_survives_its_file(made, tmp_path):
 
 def test_rows_for_printing_hold_every_site(made):
     cells = [*layer(made), made.cell("b#0:fwd", FAST, "unsafe")]
-    rows = table_rows(build_table(made.safety_map(*cells)))
+    rows = table_rows(build_table(made.safety_map(*cells), chip="cpu"))
     assert [(r["fqn"], r["role"], r["reason"]) for r in rows] == [
         ("a", "fwd", None),
         ("a", "dgrad", None),
@@ -236,6 +236,7 @@ def test_whatever_the_evidence_only_safe_and_right_kernels_enter(made, drawn, ob
     table = build_table(
         made.safety_map(*cells, scales=scales if with_scales else ()),
         results,
+        chip="cpu",
         objective=objective,
         candidates=KERNELS,
     )

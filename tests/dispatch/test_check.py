@@ -55,7 +55,7 @@ def test_without_a_model_the_machine_is_checked(made, tmp_path):
     assert found.refusals == ("chip: expected cpu, actual H100",)
     torch_version = current_environment().libraries["torch"]
     assert f"torch: expected {torch_version}, actual 2.11.0" in found.warnings
-    assert "driver: expected none, actual 1.2" in found.warnings
+    assert not [line for line in found.warnings if "driver" in line]  # no driver below a CPU table
     assert not found.sites
 
 
