@@ -18,12 +18,10 @@ from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from loka_toolkit.analysis import analyze
-from loka_toolkit.artifacts import storage
 from loka_toolkit.artifacts.dispatch_table import DispatchTable, Objective
-from loka_toolkit.artifacts.replay_results import ReplayResults
-from loka_toolkit.artifacts.safety_map import SafetyMap
+from loka_toolkit.artifacts.safety_map import SafetyMap, Verdict
 from loka_toolkit.datasets.click_log import ClickLog
-from loka_toolkit.dispatch import build_table, install
+from loka_toolkit.dispatch import Installation, build_table, install
 from loka_toolkit.environment import CPU_CHIP
 from loka_toolkit.errors import ArtifactExistsError
 from loka_toolkit.harness import replay
@@ -95,7 +93,7 @@ class DemoSummary(msgspec.Struct, frozen=True):
         objective: What the table was built for.
         site_verdicts: Sites per verdict.
         cell_verdicts: Cells (site x recipe) per verdict.
-        unsafe_sites: Sites unsafe under every recipe, or tensorwise E4M3, with the reason.
+        unsafe_sites: Sites unsafe under every recipe considered, with the reason.
         fp8_sites: Sites per role that ran in FP8 in the last stage.
         misses: Sites that did not, by reason.
         run_time_misses: Products that fell back while training, by reason.
@@ -184,7 +182,8 @@ def run_demo(
             table=table,
             force=force,
         )
-    return _summary(seed, safety, results, table, outcome, paths, clock)
+    run = DemoRun({name: str(path) for name, path in paths.items()}, clock.seconds)
+    return _summary(seed, safety, table, outcome, run)
 
 
 def train_step(
@@ -198,9 +197,7 @@ def train_step(
     return loss.detach()
 
 
-def paired_difference(
-    default: NDArray[np.float64], table: NDArray[np.float64]
-) -> PairedDifference:
+def paired_difference(default: NDArray[np.float64], table: NDArray[np.float64]) -> PairedDifference:
     """Compare the log losses of the same rows under two arms.
 
     Args:
@@ -258,15 +255,57 @@ def _train_both_arms(
         train_step(plain, plain_optimizer, batch)
         train_step(model, optimizer, batch)
         tell("train on, both arms", index + 1, size.further_steps)
-    ran, run_time_misses = _sites_that_ran(installation)
+    fp8_sites, run_time_misses = _what_ran(installation)
     rows = TensorBatch.of(log.batch(size.evaluation_rows, _EVALUATION_SEED))
     losses = [_log_loss_per_row(arm, rows, size.batch) for arm in (plain, model)]
     installation.uninstall()
     return _Outcome(
         difference=paired_difference(*losses),
-        fp8_sites=ran,
-        misses=dict(sorted(Counter(m.reason.value for m in table.misses).items())),
+        fp8_sites=fp8_sites,
+        misses=dict(
+            sorted(Counter(s.reason.value for s in installation.sites() if s.reason).items())
+        ),
         run_time_misses=run_time_misses,
+    )
+
+
+def _what_ran(installation: Installation) -> tuple[dict[str, int], dict[str, int]]:
+    """Return sites per role that ran their candidate, and products that fell back by reason."""
+    sites: Counter[str] = Counter()
+    misses: Counter[str] = Counter()
+    for row in installation.counts_by_site():
+        if row.hits:
+            sites[row.role] += 1
+        misses.update(row.misses)
+    return dict(sorted(sites.items())), dict(sorted(misses.items()))
+
+
+def _summary(
+    seed: int,
+    safety: SafetyMap,
+    table: DispatchTable,
+    outcome: _Outcome,
+    run: DemoRun,
+) -> DemoSummary:
+    found = summarize_map(safety)
+    unsafe = {
+        verdict.site: verdict.reason
+        for verdict in safety.site_verdicts()
+        if verdict.verdict is Verdict.UNSAFE
+    }
+    return DemoSummary(
+        seed=seed,
+        chip=table.chip,
+        objective=table.objective.value,
+        site_verdicts=found.sites,
+        cell_verdicts=found.cells,
+        unsafe_sites=unsafe,
+        fp8_sites=outcome.fp8_sites,
+        misses=outcome.misses,
+        run_time_misses=outcome.run_time_misses,
+        sampler_healthy=found.healthy,
+        difference=outcome.difference,
+        run=run,
     )
 
 
@@ -280,7 +319,5 @@ def _log_loss_per_row(model: TwoTower, rows: TensorBatch, batch: int) -> NDArray
                 for field in dataclasses.fields(TensorBatch)
             }
         )
-        parts.append(
-            F.binary_cross_entropy_with_logits(model(part), part.clicks, reduction="none")
-        )
+        parts.append(F.binary_cross_entropy_with_logits(model(part), part.clicks, reduction="none"))
     return torch.cat(parts).double().numpy()

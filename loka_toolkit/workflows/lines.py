@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable
 from loka_toolkit.artifacts.safety_map import SafetyMap, Verdict
 from loka_toolkit.console import table_lines
-from loka_toolkit.workflows.inspect_environment import EnvironmentDescription
-from loka_toolkit.workflows.summaries import (
-    MapSummary,
-    ReplaySummary,
-    TableSummary,
-    TraceSummary,
-)
+
+if TYPE_CHECKING:
+    from loka_toolkit.harness import Estimate
+    from loka_toolkit.workflows.check_table import CheckReport
+    from loka_toolkit.workflows.demo import DemoSummary
+    from loka_toolkit.workflows.inspect_environment import (
+        CandidateState,
+        EnvironmentDescription,
+    )
+    from loka_toolkit.workflows.summaries import (
+        MapSummary,
+        ReplaySummary,
+        TableSummary,
+        TraceSummary,
+    )
 
 
 def counts_text(counts: Mapping[str, int | float]) -> str:
@@ -126,5 +135,85 @@ def environment_lines(description: EnvironmentDescription) -> list[str]:
         lines.append(
             f"missing    {', '.join(names)}: pip install 'loka-toolkit[{extra}]' brings them"
         )
-    rows = [[name, version or "absent"] for name, version in description.candidates.items()]
-    return [*lines, "", *table_lines(["candidate", "library version"], rows)]
+    families: dict[str, list[CandidateState]] = {}
+    for state in description.candidates:
+        families.setdefault(state.name.partition("/")[0], []).append(state)
+    rows = []
+    for family, states in families.items():
+        recipes = [s.name.partition("/")[2] for s in states if s.refusal is None]
+        refusals = sorted({s.refusal for s in states if s.refusal is not None})
+        first = f" ({refusals[0]})" if refusals and not recipes else ""
+        rows.append(
+            [family, states[0].version or "absent", f"{len(recipes)} of {len(states)}" + first]
+        )
+    return [*lines, "", *table_lines(["kernels", "version", "recipes that run here"], rows)]
+
+
+def estimate_lines(estimates: Sequence[Estimate]) -> list[str]:
+    """Return predictions as lines."""
+    rows = [
+        [
+            row.site,
+            row.recipe,
+            f"{row.batch}x{row.m}x{row.n}x{row.k}",
+            f"{row.baseline_us:.1f}",
+            f"{row.cast_a_us + row.cast_b_us + row.gemm_us:.1f}",
+            "-" if row.speedup is None else f"{row.speedup:.2f}",
+        ]
+        for row in estimates
+    ]
+    if not estimates:
+        return ["no GEMM to predict: the trace holds no sites"]
+    baseline, chip = estimates[0].baseline, estimates[0].chip
+    basis = "constants measured on it" if estimates[0].measured else "datasheet constants"
+    headers = ["site", "recipe", "batch x m x n x k", f"{baseline} us", "fp8 us", "speed-up"]
+    return [
+        f"predicted for {chip} by roofline ({basis}); nothing was run; casts are charged in full",
+        "",
+        *table_lines(headers, rows),
+    ]
+
+
+def check_lines(report: CheckReport) -> list[str]:
+    """Return what checking a table found as lines."""
+    lines = [
+        f"table      {'usable' if report.usable else 'NOT usable'} on {report.chip}",
+        f"unmeasured {report.unmeasured} entries",
+    ]
+    rows = []
+    for check in report.checks:
+        state = "ok" if check.holds else "REFUSED" if check.hard else "differs"
+        rows.append([state, check.name, check.expected or "none", check.actual or "none"])
+    lines += ["", *table_lines(["", "validator", "expected", "actual"], rows)]
+    if report.sites:
+        sites = [
+            [f"{s.fqn}#{s.call}:{s.role}", s.candidate or s.reason or "", s.detail]
+            for s in report.sites
+        ]
+        lines += ["", *table_lines(["site", "kernel or reason", "detail"], sites)]
+    lines += [f"mismatch   {line}" for line in report.mismatches]
+    return lines
+
+
+def demo_lines(summary: DemoSummary) -> list[str]:
+    """Return the demo's summary as lines."""
+    difference = summary.difference
+    verdict = "resolved" if difference.resolved else "not resolved"
+    lines = [
+        f"sites      {counts_text(summary.site_verdicts)}",
+        f"cells      {counts_text(summary.cell_verdicts)} (site x recipe)",
+    ]
+    lines += [f"unsafe     {site}: {reason}" for site, reason in summary.unsafe_sites.items()]
+    lines += [
+        f"in FP8     {counts_text(summary.fp8_sites)} (objective {summary.objective} on "
+        f"{summary.chip}: not measured as faster)",
+        f"misses     {counts_text(summary.misses)}",
+        f"at run time {counts_text(summary.run_time_misses)}",
+        f"log loss   {difference.log_loss_default:.6f} without the table, "
+        f"{difference.log_loss_table:.6f} with it: "
+        f"{100 * difference.relative_difference:+.4f} % +- "
+        f"{100 * difference.standard_error:.4f} % ({verdict})",
+        "",
+    ]
+    lines += [f"{name:<10} {path}" for name, path in summary.run.paths.items()]
+    return lines

@@ -49,8 +49,12 @@ def test_counts_are_heavy_tailed_and_categories_follow_zipf():
 
 @pytest.mark.parametrize(
     "bad",
-    [{"user_counts": 0}, {"user_cardinalities": ()}, {"item_cardinalities": (1,)}]
-    + [{"blank_share": 1.0}],
+    [
+        {"user_counts": 0},
+        {"user_cardinalities": ()},
+        {"item_cardinalities": (1,)},
+        {"blank_share": 1.0},
+    ],
 )
 def test_senseless_specs_are_refused(bad):
     with pytest.raises(ConfigurationError):

@@ -1,0 +1,115 @@
+"""What the GEMMs of a trace would cost on a chip that is not here, by roofline."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+
+from loka_toolkit.artifacts.trace import Trace
+from loka_toolkit.harness.workloads import Workload, workloads_of
+from loka_toolkit.numerics.recipes import BASELINE_RECIPES, parse_recipe
+from loka_toolkit.numerics.roofline import ChipData, cast_time_us, chip_data, gemm_time_us
+
+BASELINE = "bf16"
+"""What FP8 competes with on chips that have it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A prediction for one site and recipe; nothing was run.
+
+    Attributes:
+        site: Site name.
+        role: Its role.
+        batch: Number of products.
+        m: Rows of the output.
+        n: Columns of the output.
+        k: Contraction length.
+        recipe: Recipe name.
+        chip: Chip name.
+        gemm_us: Predicted time of the product alone, in microseconds.
+        cast_a_us: Predicted time of the cast of A alone; 0 for a baseline.
+        cast_b_us: The same of B.
+        baseline: The recipe compared with.
+        baseline_us: Its predicted time.
+        speedup: baseline_us over the sum of the others, every cast charged in full; None if
+            nothing is computed.
+        measured: Whether the chip's constants come from measurements on it.
+    """
+
+    site: str
+    role: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    recipe: str
+    chip: str
+    gemm_us: float
+    cast_a_us: float
+    cast_b_us: float
+    baseline: str
+    baseline_us: float
+    speedup: float | None
+    measured: bool
+
+
+def estimate(
+    trace: Trace | str | Path, *, chip: str, recipes: Sequence[str] | None = None
+) -> tuple[Estimate, ...]:
+    """Predict every GEMM of a trace on a chip, without running anything.
+
+    Args:
+        trace: A trace or its directory.
+        chip: Name of a chip with roofline data, for example ``H200``.
+        recipes: Recipe names; by default those of the trace.
+
+    Returns:
+        One estimate per workload and recipe. Operands and output are taken in 16 bits: a model in
+        float32 would be compared with BF16 just the same.
+
+    Raises:
+        UnknownNameError: If the chip or a recipe is unknown; near misses are listed.
+        ReplayError: If the trace holds no GEMM.
+    """
+    trace = trace if isinstance(trace, Trace) else Trace.open(trace)
+    data = chip_data(chip)
+    names = tuple(trace.manifest.recipes if recipes is None else recipes)
+    for name in names:
+        if name not in BASELINE_RECIPES:
+            parse_recipe(name)
+    return tuple(
+        _estimate(workload, name, data)
+        for workload in workloads_of(trace).workloads
+        for name in names
+    )
+
+
+def _estimate(workload: Workload, recipe: str, chip: ChipData) -> Estimate:
+    p = workload.problem
+    gemm = gemm_time_us(p.batch, p.m, p.n, p.k, recipe, chip)
+    baseline = gemm_time_us(p.batch, p.m, p.n, p.k, BASELINE, chip)
+    cast_a = cast_b = 0.0
+    if recipe not in BASELINE_RECIPES:
+        scaling = parse_recipe(recipe).scaling
+        cast_a = cast_time_us(p.batch * p.m, p.k, scaling, chip)
+        cast_b = cast_time_us(p.batch * p.n, p.k, scaling, chip)
+    total = gemm + cast_a + cast_b
+    return Estimate(
+        site=str(workload.site),
+        role=workload.site.role.value,
+        batch=p.batch,
+        m=p.m,
+        n=p.n,
+        k=p.k,
+        recipe=recipe,
+        chip=chip.name,
+        gemm_us=gemm,
+        cast_a_us=cast_a,
+        cast_b_us=cast_b,
+        baseline=BASELINE,
+        baseline_us=baseline,
+        speedup=baseline / total if gemm > 0 else None,
+        measured=chip.measured,
+    )

@@ -1,0 +1,133 @@
+"""Loss impact of an output error: first order, Gauss-Newton term, standard error, validity.
+
+For a mean loss over B separable examples, output error e and gradient g of the mean loss at that
+output, example b's loss changes by d_b = B g_b.e_b to first order. Where the loss depends on one
+prediction z per example (binary log loss, squared error) with slope s and curvature c,
+the prediction moves by dz_b = d_b / s_b and the second order is sum_b 0.5 c_b dz_b^2 / B. For a
+log loss this is the exact Gauss-Newton weight p(1-p), of less noise than the empirical Fisher term
+0.5 B sum_b (g_b.e_b)^2 that stands in for other losses.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import torch
+
+LARGEST_LOGIT_CHANGE = 1.0
+"""Beyond it p(1-p) changes by more than half, and a second-order expansion says nothing."""
+
+_VANISHING_SLOPE = 1e-30
+"""A slope below this is one that float32 gradients cannot carry: the example is saturated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Impact:
+    """Impact of one site under one recipe, in units of the mean loss.
+
+    Attributes:
+        first_order: sum(g e), or None.
+        second_order: The quadratic term, or None.
+        standard_error: Of the first order, from sampling examples; 0 if all were taken.
+        status: ``ok``, ``beyond-validity`` or ``unknown``.
+        reason: Why it is not ``ok``.
+    """
+
+    first_order: float | None
+    second_order: float | None
+    standard_error: float | None
+    status: str
+    reason: str | None
+
+    @classmethod
+    def unknown(cls, reason: str) -> Impact:
+        """Return the impact of which nothing is known."""
+        return cls(None, None, None, "unknown", reason)
+
+
+@dataclasses.dataclass(frozen=True)
+class ExampleTerms:
+    """What the loss is at the sampled examples.
+
+    Attributes:
+        total: Examples in the step, B.
+        slope: d term / d prediction at the sampled examples, float64, or None.
+        curvature: Second derivative, likewise.
+        is_log_loss: Whether the prediction is a logit.
+    """
+
+    total: int
+    slope: torch.Tensor | None
+    curvature: torch.Tensor | None
+    is_log_loss: bool
+
+
+def example_changes(
+    gradient: torch.Tensor, error: torch.Tensor, example_of_row: torch.Tensor, sampled: int
+) -> torch.Tensor:
+    """Return g_b.e_b of every sampled example, float64 [sampled].
+
+    Args:
+        gradient: Gradient of the mean loss at the sampled rows, [rows, n].
+        error: Output error, [rows, n].
+        example_of_row: Position of each row's example among the sampled ones, int64 [rows].
+        sampled: Number of sampled examples.
+    """
+    per_row = (gradient.to(torch.float64) * error.to(torch.float64)).sum(-1).cpu()
+    changes = torch.zeros(sampled, dtype=torch.float64)
+    return changes.index_add_(0, example_of_row, per_row)
+
+
+def impact_of(changes: torch.Tensor, terms: ExampleTerms) -> Impact:
+    """Return the impact of the changes g_b.e_b of the sampled examples, scaled up to all of them.
+
+    Args:
+        changes: float64 [sampled examples].
+        terms: The loss at these.
+    """
+    sampled, total = len(changes), terms.total
+    if not bool(torch.isfinite(changes).all()):
+        return Impact.unknown("the emulated output is not finite")
+    scale = total / sampled
+    first = scale * float(changes.sum())
+    error = 0.0
+    if sampled < total:
+        spread = float(changes.std(unbiased=True)) if sampled > 1 else math.nan
+        error = total * spread * math.sqrt((1 - sampled / total) / sampled)
+    loss_changes = changes * total
+    if terms.slope is None or terms.curvature is None:
+        second = scale * 0.5 * total * float(changes.square().sum())
+        return _judged(first, second, error, loss_changes, exact=False)
+    alive = terms.slope.abs() > _VANISHING_SLOPE
+    moves = torch.where(alive, loss_changes / torch.where(alive, terms.slope, 1.0), 0.0)
+    second = scale * 0.5 * float((terms.curvature * moves.square()).sum()) / total
+    if not terms.is_log_loss:
+        return Impact(first, second, error, "ok", None)
+    vanished = int((~alive).sum())
+    if vanished:
+        return Impact(
+            first,
+            second,
+            error,
+            "beyond-validity",
+            f"{vanished} of {sampled} examples are saturated: their gradient vanishes, so what the "
+            "error does to their logits cannot be seen",
+        )
+    return _judged(first, second, error, moves, exact=True)
+
+
+def _judged(
+    first: float, second: float, error: float, moves: torch.Tensor, *, exact: bool
+) -> Impact:
+    largest = float(moves.abs().amax()) if len(moves) else 0.0
+    if largest <= LARGEST_LOGIT_CHANGE:
+        return Impact(first, second, error, "ok", None)
+    if not exact:
+        reason = (
+            f"the loss of an example changes by {largest:.3g}, and a logit by no less: more than "
+            f"{LARGEST_LOGIT_CHANGE:g}"
+        )
+        return Impact(first, second, error, "beyond-validity", reason)
+    reason = f"a logit changes by {largest:.3g}, more than {LARGEST_LOGIT_CHANGE:g}"
+    return Impact(first, second, error, "beyond-validity", reason)

@@ -1,0 +1,169 @@
+"""What one recorded step has gathered so far: layers, norms, rows to come."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from typing import Any
+
+import torch
+
+from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
+from loka_toolkit.recording.loss import CapturedLoss
+from loka_toolkit.recording.moments import BatchMoments
+from loka_toolkit.recording.products import ForwardOperands
+from loka_toolkit.recording.sampling import RowLayout, SampledRows
+from loka_toolkit.recording.whatif import RecipeError, ScaleBook
+
+
+@dataclasses.dataclass
+class GradientColumns:
+    """What a gradient site says of the parameter gradient it computes.
+
+    Attributes:
+        bias: <dG,G>/<G,G> by recipe name.
+        error_squares: |dG|^2 by recipe name, on the sampled output.
+        gradient_squares: |G|^2 on the sampled output.
+        example_squares: sum over examples of |G_b|^2 on the sampled output; None if unknown.
+        layout: Where the examples were taken to be.
+        reason: Why the columns are null.
+    """
+
+    bias: dict[str, float] = dataclasses.field(default_factory=dict)
+    error_squares: dict[str, float] = dataclasses.field(default_factory=dict)
+    gradient_squares: float = 0.0
+    example_squares: float | None = None
+    layout: RowLayout | None = None
+    reason: str | None = None
+
+
+@dataclasses.dataclass
+class SiteErrors:
+    """The errors of one site, as far as they are known before the step ends.
+
+    Attributes:
+        key: The site.
+        errors: One per recipe.
+        casts: Underflow and saturation columns by recipe name.
+        sampled_rows: Output rows.
+        sampled_columns: Output columns.
+        gradient: Of a wgrad site.
+    """
+
+    key: SiteKey
+    errors: list[RecipeError]
+    casts: dict[str, dict[str, Any]]
+    sampled_rows: int
+    sampled_columns: int
+    gradient: GradientColumns | None = None
+
+
+@dataclasses.dataclass
+class Layer:
+    """The sites of one GEMM call, open between its forward and the end of the step.
+
+    Attributes:
+        fqn: Module.
+        call: Index of the product in the module.
+        forward: What backward products are matched against.
+        alpha: Factor of the product in the output.
+        leading: Sizes that the output's rows were flattened from.
+        products: Number of products of a batch.
+        rows: Output rows per product.
+        sampled: Rows on which the forward error is kept.
+        book: Scales and cast events of the operands.
+        weight: Name of the parameter multiplied, or None.
+        has_broadcast_weight: Whether one parameter serves several products of the batch.
+        forward_errors: Errors of the forward site; None if no recipe applies.
+        gradient_rows: Gradient of the output at the sampled rows, float32 [rows, n].
+        matched: Gradients matched so far.
+        roles: Their roles.
+        sequence: Autograd sequence number, or None.
+        was_passed_twice: Whether a second backward went through.
+    """
+
+    fqn: str
+    call: int
+    forward: ForwardOperands
+    alpha: float
+    leading: tuple[int, ...]
+    products: int
+    rows: int
+    sampled: SampledRows
+    book: ScaleBook
+    weight: str | None
+    has_broadcast_weight: bool
+    forward_errors: SiteErrors | None = None
+    gradient_rows: torch.Tensor | None = None
+    matched: set[str] = dataclasses.field(default_factory=set)
+    roles: set[Role] = dataclasses.field(default_factory=set)
+    sequence: int | None = None
+    was_passed_twice: bool = False
+
+    @property
+    def gradient_site(self) -> SiteKey:
+        """The site under which the gradient of the output is recorded: the first of two."""
+        of_activation = [r for r in (Role.DGRAD, Role.GRAD_A) if r in self.roles]
+        return self.site((of_activation or sorted(self.roles))[0])
+
+    def site(self, role: Role) -> SiteKey:
+        """Return the key of one of the layer's sites."""
+        return SiteKey(fqn=self.fqn, call=self.call, role=role)
+
+
+@dataclasses.dataclass
+class OperandSample:
+    """Statistics of an operand, kept until the step ends.
+
+    Attributes:
+        site: Site at which it was first multiplied.
+        operand: Its name.
+        statistics: Columns of the table ``operands``.
+        layer: The layer that multiplied it; None for a norm.
+        moments: Its moments; None for a norm.
+    """
+
+    site: SiteKey
+    operand: Operand
+    statistics: dict[str, Any]
+    layer: Layer | None
+    moments: BatchMoments | None
+
+
+@dataclasses.dataclass
+class StepRecord:
+    """Everything of one recorded step; dropped whole if the step turns out not to count.
+
+    Attributes:
+        step: Optimizer step.
+        layers: Layers in order of their forward.
+        by_sequence: Layers by autograd sequence number.
+        skipped: Sequence numbers of forward products left out, with the reason.
+        site_rows: Rows of the table ``sites``.
+        site_errors: Errors of gradient sites.
+        operands: Operand statistics.
+        loss: Captured loss, or None.
+        norm_after: FQN of the norm that a forward site feeds.
+        flops_seen: FLOPs of recorded products.
+        flops_unseen: FLOPs of others, by reason.
+        nonfinite: Why the step is not finite; None if it is.
+        failures: Internal failures.
+        seconds: Time spent recording.
+    """
+
+    step: int
+    layers: list[Layer] = dataclasses.field(default_factory=list)
+    by_sequence: dict[int, Layer] = dataclasses.field(default_factory=dict)
+    skipped: dict[int, str] = dataclasses.field(default_factory=dict)
+    site_rows: dict[tuple[Any, ...], dict[str, Any]] = dataclasses.field(default_factory=dict)
+    site_errors: list[SiteErrors] = dataclasses.field(default_factory=list)
+    operands: list[OperandSample] = dataclasses.field(default_factory=list)
+    loss: CapturedLoss | None = None
+    norm_after: dict[SiteKey, str] = dataclasses.field(default_factory=dict)
+    flops_seen: float = 0.0
+    flops_unseen: defaultdict[str, float] = dataclasses.field(
+        default_factory=lambda: defaultdict(float)
+    )
+    nonfinite: str | None = None
+    failures: list[str] = dataclasses.field(default_factory=list)
+    seconds: float = 0.0

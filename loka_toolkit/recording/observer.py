@@ -1,0 +1,312 @@
+"""Judges intercepted products: statistics, moments, what-if errors, all at once and by value."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+
+from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
+from loka_toolkit.numerics.recipes import Scaling
+from loka_toolkit.recording.gradients import example_gradient_squares, gradient_columns
+from loka_toolkit.recording.layers import Layer, OperandSample, SiteErrors, StepRecord
+from loka_toolkit.recording.moments import BatchMoments
+from loka_toolkit.recording.products import (
+    Factors,
+    ForwardOperands,
+    GradientMatch,
+    Product,
+    dtype_name,
+    forward_factors,
+    gradient_factors,
+    layout_of,
+)
+from loka_toolkit.recording.sampling import RowLayout, Sampler
+from loka_toolkit.recording.settings import RecorderSettings
+from loka_toolkit.recording.statistics import operand_statistics
+from loka_toolkit.recording.whatif import (
+    EXHAUSTIVE_PRODUCTS,
+    PROBE_PRODUCTS,
+    Sample,
+    ScaleBook,
+    contraction_axes,
+    recipe_errors,
+)
+
+
+@dataclasses.dataclass
+class StaticAmax:
+    """Largest amax of every operand over the earlier sampled steps; g relative to the loss scale.
+
+    Attributes:
+        known: Amax by layer name and operand.
+    """
+
+    known: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
+
+    def of_layer(self, layer: str) -> dict[str, float]:
+        """Return the amax of a layer's operands by name; that of g at loss scale 1."""
+        return {operand: amax for (name, operand), amax in self.known.items() if name == layer}
+
+    def update(self, layer: str, operand: str, amax: float, loss_scale: float) -> None:
+        """Note an operand's amax at a step that counted."""
+        relative = amax / loss_scale if operand == Operand.G else amax
+        key = (layer, operand)
+        self.known[key] = max(relative, self.known.get(key, 0.0))
+
+
+@dataclasses.dataclass
+class Observer:
+    """Turns products into rows; everything it keeps is a copy.
+
+    Attributes:
+        settings: The recorder's settings.
+        static: Amax of earlier sampled steps.
+        module_types: Class name by module path.
+    """
+
+    settings: RecorderSettings
+    static: StaticAmax
+    module_types: dict[str, str]
+
+    def __post_init__(self) -> None:
+        """Make the sampler."""
+        settings = self.settings
+        self._sampler = Sampler(settings.seed, settings.max_rows, settings.max_columns)
+
+    def forward(
+        self,
+        record: StepRecord,
+        layer_name: tuple[str, int],
+        product: Product,
+        operands: ForwardOperands,
+        *,
+        leading: tuple[int, ...],
+        weight: str | None,
+        layout: RowLayout | None,
+    ) -> Layer:
+        """Record a forward product and return its layer, open for its backward."""
+        fqn, call = layer_name
+        factors = forward_factors(product, operands.parameter_side)
+        m, n, _ = factors.dims
+        key = SiteKey(fqn=fqn, call=call, role=Role.FWD)
+        weight_tensor = factors.b if weight is not None else None
+        layer = Layer(
+            fqn=fqn,
+            call=call,
+            forward=operands,
+            alpha=product.alpha,
+            leading=leading,
+            products=factors.batch,
+            rows=m,
+            sampled=self._sampler.forward(factors.batch, m, layout, record.step, str(key)),
+            book=ScaleBook(self.static.of_layer(key.layer), self.settings.headroom),
+            weight=weight,
+            has_broadcast_weight=weight_tensor is not None
+            and weight_tensor.ndim == 3
+            and weight_tensor.shape[0] > 1
+            and weight_tensor.stride(0) == 0,
+        )
+        self._note_site(record, layer, factors, product, Role.FWD)
+        self._note_operands(record, layer, key, factors, (True, True))
+        sample = Sample.of(
+            factors, rows=layer.sampled.rows, columns=None, batch=layer.sampled.batch
+        )
+        layer.forward_errors = self._errors(key, layer, factors, sample, EXHAUSTIVE_PRODUCTS, n)
+        record.layers.append(layer)
+        record.flops_seen += product.flops
+        return layer
+
+    def gradient(
+        self,
+        record: StepRecord,
+        layer: Layer,
+        product: Product,
+        match: GradientMatch,
+        *,
+        layout: RowLayout | str,
+        loss_scale: float,
+    ) -> None:
+        """Record a backward product of a layer."""
+        layer.book.loss_scale = loss_scale
+        factors, gradient = gradient_factors(product, layer.forward, match)
+        key = layer.site(factors.role)
+        if layer.gradient_rows is None:
+            rows = layer.sampled.flat(layer.products, layer.rows).to(gradient.device)
+            flat = gradient.reshape(-1, gradient.shape[-1])
+            layer.gradient_rows = flat[rows].to(torch.float32, copy=True)
+        is_first = not layer.roles
+        layer.roles.add(factors.role)
+        left_is_g = factors.operands[0] is Operand.G
+        self._note_site(record, layer, factors, product, factors.role)
+        wanted = (is_first and left_is_g, is_first and not left_is_g)
+        self._note_operands(record, layer, key, factors, wanted)
+        m, n, _ = factors.dims
+        sampled, columns = self._sampler.gradient(factors.batch, m, n, record.step, str(key))
+        sample = Sample.of(factors, rows=sampled.rows, columns=columns, batch=sampled.batch)
+        errors = self._errors(
+            key, layer, factors, sample, PROBE_PRODUCTS, len(columns) if columns is not None else n
+        )
+        if factors.role is Role.WGRAD:
+            errors.gradient = gradient_columns(sample, errors.errors)
+            if layer.has_broadcast_weight:
+                errors.gradient.reason = (
+                    "the parameter serves several products of a batch, whose gradients are added "
+                    "later"
+                )
+            else:
+                example_gradient_squares(errors.gradient, factors, sample, layout)
+        record.site_errors.append(errors)
+        record.flops_seen += product.flops
+
+    def norm(
+        self, record: StepRecord, key: SiteKey, op: str, x: torch.Tensor, y: torch.Tensor
+    ) -> None:
+        """Record the input and the output of a norm."""
+        if x.numel() == 0 or y.numel() == 0 or x.ndim == 0:
+            return
+        width = x.shape[-1]
+        row = {
+            "op": op,
+            "batch": 1,
+            "m": x.numel() // width,
+            "n": width,
+            "k": 0,
+            "dtype_a": dtype_name(x.dtype),
+            "dtype_b": dtype_name(x.dtype),
+            "dtype_out": dtype_name(y.dtype),
+            "layout_a": layout_of(x) if x.ndim > 1 else "row",
+            "layout_b": "row",
+            "weight": None,
+            "dispatchable": False,
+        }
+        self._add_site(record, key, row)
+        for operand, tensor in ((Operand.INPUT, x), (Operand.OUTPUT, y)):
+            self._add_operand(record, key, operand, tensor.detach(), None)
+
+    def _errors(
+        self,
+        key: SiteKey,
+        layer: Layer,
+        factors: Factors,
+        sample: Sample,
+        budget: int,
+        columns: int,
+    ) -> SiteErrors:
+        errors = recipe_errors(factors, sample, self.settings.recipes, layer.book, budget)
+        casts = {}
+        for error in errors:
+            casts[error.recipe.name] = _cast_columns(factors, layer.book, error)
+        return SiteErrors(
+            key=key,
+            errors=errors,
+            casts=casts,
+            sampled_rows=sample.row_count,
+            sampled_columns=columns,
+        )
+
+    def _note_site(
+        self, record: StepRecord, layer: Layer, factors: Factors, product: Product, role: Role
+    ) -> None:
+        m, n, k = factors.dims
+        row = {
+            "op": product.op,
+            "batch": factors.batch,
+            "m": m,
+            "n": n,
+            "k": k,
+            "dtype_a": dtype_name(factors.a.dtype),
+            "dtype_b": dtype_name(factors.b.dtype),
+            "dtype_out": dtype_name(product.out.dtype),
+            "layout_a": layout_of(factors.a),
+            "layout_b": layout_of(factors.b),
+            "weight": layer.weight,
+            "dispatchable": True,
+        }
+        self._add_site(record, layer.site(role), row)
+
+    def _add_site(self, record: StepRecord, key: SiteKey, row: dict[str, Any]) -> None:
+        whole = {
+            "site": str(key),
+            "fqn": key.fqn,
+            "call": key.call,
+            "role": str(key.role),
+            **row,
+            "module_type": self.module_types.get(key.fqn, "?"),
+            "norm_after": None,
+            "first_step": record.step,
+        }
+        identity = (whole["site"], row["batch"], row["m"], row["n"], row["k"], row["dtype_a"])
+        record.site_rows.setdefault(identity, whole)
+
+    def _note_operands(
+        self,
+        record: StepRecord,
+        layer: Layer,
+        key: SiteKey,
+        factors: Factors,
+        wanted: tuple[bool, bool],
+    ) -> None:
+        pairs = zip(factors.operands, (factors.left, factors.right), wanted, strict=True)
+        for operand, x, is_wanted in pairs:
+            if is_wanted:
+                if operand is Operand.W and x.ndim == 3 and x.stride(0) == 0:
+                    x = x[0]  # one parameter that serves the whole batch
+                self._add_operand(record, key, operand, x, layer)
+
+    def _add_operand(
+        self,
+        record: StepRecord,
+        key: SiteKey,
+        operand: Operand,
+        x: torch.Tensor,
+        layer: Layer | None,
+    ) -> None:
+        statistics = operand_statistics(x)
+        moments = None
+        if layer is not None:
+            if statistics.nonfinite_count:
+                record.nonfinite = record.nonfinite or (
+                    f"operand {operand} of {key} holds {statistics.nonfinite_count} Inf or NaN"
+                )
+                return
+            moments = BatchMoments.of(x, self.settings.moments_width)
+        record.operands.append(
+            OperandSample(key, operand, dataclasses.asdict(statistics), layer, moments)
+        )
+
+
+def _cast_columns(factors: Factors, book: ScaleBook, error: Any) -> dict[str, Any]:
+    """Return the underflow, saturation and scale columns of a site under a recipe."""
+    recipe = error.recipe
+    nonzero = underflowed = 0
+    worst_share, worst_group, saturation = 0.0, None, 0.0
+    scales: list[float | None] = []
+    sides = zip(
+        factors.operands,
+        (factors.left, factors.right),
+        recipe.formats,
+        contraction_axes(factors),
+        strict=True,
+    )
+    for operand, x, fmt, axis in sides:
+        scale = book.scale(str(operand), x, fmt, recipe.scaling, axis)
+        if scale is None:
+            raise ValueError(f"no scale for {operand} under {recipe.name}")
+        events = book.events(str(operand), x, fmt, recipe.scaling, axis, scale)
+        nonzero += events.nonzero
+        underflowed += events.underflowed
+        saturation = max(saturation, events.saturation_share)
+        if events.worst_group is not None and events.worst_group_share > worst_share:
+            worst_share = events.worst_group_share
+            worst_group = f"{operand}[{events.worst_group.start}:{events.worst_group.stop}]"
+        scales.append(None if recipe.scaling is Scaling.ROWWISE else float(scale))
+    return {
+        "underflow_share": underflowed / nonzero if nonzero else 0.0,
+        "underflow_share_worst_group": worst_share,
+        "underflow_worst_group": worst_group,
+        "saturation_share": saturation,
+        "scale_a": scales[0],
+        "scale_b": scales[1],
+    }

@@ -1,0 +1,454 @@
+"""The recorder: a context manager around a training loop, told of every optimizer step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch
+from torch import nn
+
+from loka_toolkit.artifacts.trace import ERRORS, OPERANDS, SITES, STEPS, RunStatus
+from loka_toolkit.errors import ConfigurationError
+from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES
+from loka_toolkit.recording import rows
+from loka_toolkit.recording.events import EventLog
+from loka_toolkit.recording.interception import Interception
+from loka_toolkit.recording.layers import StepRecord
+from loka_toolkit.recording.loss import BackwardWatch
+from loka_toolkit.recording.modules import ModelNames
+from loka_toolkit.recording.moments import RunningMoments
+from loka_toolkit.recording.observer import Observer, StaticAmax
+from loka_toolkit.recording.schedule import Schedule
+from loka_toolkit.recording.settings import RecorderSettings
+from loka_toolkit.recording.units import LossUnits, Reduction, StepFacts, resolve_units
+from loka_toolkit.recording.writer import TraceWriter
+
+
+_T = TypeVar("_T")
+
+
+class Recorder:
+    """Records a training run; made by :func:`record`.
+
+    Use it as a context manager and call :meth:`step` once after each optimizer step. Once it is
+    open it raises nothing: what goes wrong inside is counted as an event of the trace and shown
+    once as a UserWarning.
+
+    Args:
+        model: The model; wrappers of DDP, FSDP and torch.compile are looked through.
+        settings: Validated settings.
+
+    Raises:
+        ConfigurationError: If the model has no parameters.
+        NoMatchError: If a glob matches no module.
+    """
+
+    def __init__(self, model: nn.Module, settings: RecorderSettings) -> None:
+        self._names = ModelNames.of(model)
+        settings.check_patterns(sorted(set(self._names.types)))
+        self._model = model
+        self._settings = settings
+        self._writer = TraceWriter(settings)
+        self._events = EventLog()
+        self._static = StaticAmax()
+        self._observer = Observer(settings, self._static, self._names.types)
+        self._moments: dict[tuple[str, str], RunningMoments] = {}
+        self._known_sites: set[tuple[Any, ...]] = set()
+        self._step = 0
+        self._recorded = 0
+        self._is_open = False
+        self._is_disabled = False
+        self._interception: Interception | None = None
+        self._watch: BackwardWatch | None = None
+        self._record: StepRecord | None = None
+        self._last_said = StepFacts()
+
+    @property
+    def path(self) -> Path:
+        """Directory of the trace."""
+        return self._settings.path
+
+    @property
+    def steps_seen(self) -> int:
+        """Calls of :meth:`step` so far."""
+        return self._step
+
+    @property
+    def steps_recorded(self) -> int:
+        """Steps that left rows so far."""
+        return self._recorded
+
+    def __enter__(self) -> Self:
+        """Claim the directory and begin.
+
+        Raises:
+            ArtifactExistsError: If the directory is not empty and ``force`` is false.
+            ConfigurationError: If it cannot be written, or the recorder was opened before.
+        """
+        if self._is_open or self._step:
+            raise ConfigurationError("a recorder is opened once; call record() again")
+        self._writer.open(self._settings.as_config())
+        self._is_open = True
+        if self._names.compiled:
+            self._events.add(
+                "compiled-model",
+                "torch.compile wraps "
+                + ", ".join(self._names.compiled)
+                + "; recorded steps run it eagerly where torch allows it, which rounds otherwise "
+                "and draws other dropout masks, and what runs compiled is not seen",
+            )
+        self._safely(self._begin_step)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Write what is left; an exception of the training script passes through untouched."""
+        self._safely(self._stop_watching)
+        self._safely(self._close)
+        self._is_open = False
+
+    def step(
+        self,
+        *,
+        loss: float | torch.Tensor | None = None,
+        examples: int | torch.Tensor | None = None,
+        loss_scale: float | None = None,
+        reduction: str | None = None,
+    ) -> None:
+        """Tell that an optimizer step is done. Every argument is optional; what is not given is
+        read off the autograd graph where the loss is of a known kind.
+
+        Args:
+            loss: The loss, in the units of the training script.
+            examples: Number of examples, whose rows come in equal consecutive blocks; or an integer
+                tensor with the example of every row, counted from 0.
+            loss_scale: Factor by which the loss was multiplied before backward.
+            reduction: ``"mean"`` or ``"sum"`` over examples.
+        """
+        if not self._is_open:
+            self._events.add("step-outside", "step() was called outside of the context", warn=True)
+            return
+        said = StepFacts()
+        record = self._record
+        try:
+            if record is not None:
+                said = self._understood(loss, examples, loss_scale, reduction)
+            self._stop_watching()
+            if record is not None:
+                start = time.perf_counter()
+                self._end_step(record, said, start)
+        except Exception as failure:
+            self._fail(failure)
+        self._step += 1
+        self._safely(self._begin_step)
+
+    # One step
+
+    def _begin_step(self) -> None:
+        if self._is_disabled or not self._settings.schedule.is_active(self._step):
+            return
+        record = StepRecord(step=self._step)
+        watch = BackwardWatch(lambda loss: _keep_first(record, loss), self._fail)
+        interception = Interception(
+            self._model,
+            self._names,
+            self._observer,
+            record,
+            said_examples=self._last_said.example_count,
+            said_loss_scale=self._last_said.loss_scale,
+            report=self._fail,
+        )
+        self._record, self._watch, self._interception = record, watch, interception
+        watch.install()
+        interception.install()
+
+    def _stop_watching(self) -> None:
+        watch, interception = self._watch, self._interception
+        self._watch = self._interception = self._record = None
+        if watch is not None:
+            watch.remove()
+        if interception is not None and not interception.remove():
+            self._events.add(
+                "mode-not-removed",
+                "another TorchDispatchMode was pushed during a recorded step and still stands; the "
+                "recorder's mode stays below it, switched off",
+                self._step,
+                warn=True,
+            )
+
+    def _end_step(self, record: StepRecord, said: StepFacts, start: float) -> None:
+        units = resolve_units(
+            said,
+            record.loss,
+            lambda message: self._events.add("contradiction", message, record.step, warn=True),
+        )
+        self._last_said = said
+        status, reason = self._judge(record, units)
+        rank = self._settings.rank
+        if status == "recorded":
+            try:
+                errors = rows.error_rows(record, rank, units)
+                operands = rows.operand_rows(record, rank)
+                self._remember(record, units)
+            except Exception as failure:
+                self._fail(failure)
+                status, reason = "failed", str(failure)
+            else:
+                self._writer.add(ERRORS, errors)
+                self._writer.add(OPERANDS, operands)
+                self._add_sites(record)
+                self._recorded += 1
+        record.seconds += time.perf_counter() - start
+        self._writer.add(STEPS, [rows.step_row(record, rank, status, reason, units)])
+        if self._writer.end_step():
+            self._flush(closed=False)
+
+    def _judge(self, record: StepRecord, units: LossUnits) -> tuple[str, str | None]:
+        if record.failures:
+            return "failed", record.failures[0]
+        reason = record.nonfinite
+        if units.loss is not None and not _is_finite(units.loss):
+            reason = f"the loss is {units.loss}"
+        if reason is not None:
+            self._events.add(
+                "nonfinite-step", "steps with Inf or NaN were left out", record.step, warn=True
+            )
+            return "nonfinite", reason
+        if not record.layers:
+            self._events.add(
+                "nothing-seen",
+                "a recorded step held no product that could be recorded; was the model called, "
+                "with gradients, and not compiled?",
+                record.step,
+                warn=True,
+            )
+        return "recorded", None
+
+    def _add_sites(self, record: StepRecord) -> None:
+        fresh = []
+        for identity, row in zip(record.site_rows, rows.site_rows(record), strict=True):
+            if identity not in self._known_sites:
+                self._known_sites.add(identity)
+                fresh.append(row)
+        self._writer.add(SITES, fresh)
+
+    def _remember(self, record: StepRecord, units: LossUnits) -> None:
+        """Accumulate moments and amax; those of g are relative to the loss scale."""
+        for sample in record.operands:
+            if sample.layer is None or sample.moments is None:
+                continue
+            site, scale = sample.site, 1.0
+            if sample.operand == "g":
+                site, scale = sample.layer.gradient_site, units.loss_scale
+            key = (str(site), str(sample.operand))
+            batch = sample.moments.divided_by(scale)
+            running = self._moments.get(key)
+            if running is None:
+                self._moments[key] = RunningMoments(batch)
+            elif running.width == batch.width:
+                running.merge(batch)
+            else:
+                self._events.add(
+                    "width-changed",
+                    f"operand {key[1]} of {key[0]} changed its width; its moments are those of the "
+                    "first width",
+                    record.step,
+                )
+            amax = sample.statistics["amax"]
+            if amax is not None:
+                self._static.update(site.layer, key[1], amax, abs(scale))
+
+    # Arguments of step()
+
+    def _understood(
+        self,
+        loss: float | torch.Tensor | None,
+        examples: int | torch.Tensor | None,
+        loss_scale: float | None,
+        reduction: str | None,
+    ) -> StepFacts:
+        return StepFacts(
+            loss=self._checked("loss", loss, _as_number),
+            examples=self._checked("examples", examples, _as_examples),
+            loss_scale=self._checked("loss_scale", loss_scale, _as_scale),
+            reduction=self._checked("reduction", reduction, Reduction),
+        )
+
+    def _checked(self, name: str, value: Any, convert: Callable[[Any], _T]) -> _T | None:
+        if value is None:
+            return None
+        try:
+            return convert(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            self._events.add(
+                "bad-argument", f"step({name}=) is left out: {error}", self._step, warn=True
+            )
+            return None
+
+    # Edges
+
+    def _flush(self, *, closed: bool) -> None:
+        status = RunStatus(closed=closed, steps_seen=self._step, steps_recorded=self._recorded)
+        if not closed:
+            # The step under way counts: its rows are in this flush.
+            status = RunStatus(False, self._step + 1, self._recorded)
+        try:
+            self._writer.flush(status, self._events.snapshot(), self._moments)
+        except OSError as error:
+            self._is_disabled = True
+            self._events.add(
+                "write-failed",
+                f"recording stopped: cannot write to {self._settings.path}: "
+                f"{error.strerror or error}",
+                self._step,
+                warn=True,
+            )
+
+    def _close(self) -> None:
+        if self._step == 0:
+            self._events.add(
+                "no-step", "step() was never called, so nothing was recorded", warn=True
+            )
+        elif self._recorded == 0 and not self._is_disabled and not self._was_ever_active():
+            schedule = self._settings.schedule
+            self._events.add(
+                "schedule-never-active",
+                f"the schedule was never active in {self._step} steps ({schedule}), so nothing was "
+                "recorded",
+                warn=True,
+            )
+        if self._is_disabled:
+            self._last_words()
+            return
+        self._flush(closed=True)
+        if not self._is_disabled:
+            self._writer.compact()
+
+    def _was_ever_active(self) -> bool:
+        return any(self._settings.schedule.is_active(step) for step in range(self._step))
+
+    def _last_words(self) -> None:
+        """After a failed write, try to leave a manifest that says so."""
+        status = RunStatus(closed=True, steps_seen=self._step, steps_recorded=self._recorded)
+        try:
+            self._writer.write_manifest(status, self._events.snapshot())
+        except OSError:
+            return  # the warning given when writing failed is all that can be said
+
+    def _safely(self, action: Callable[[], None]) -> None:
+        try:
+            action()
+        except Exception as failure:
+            self._fail(failure)
+
+    def _fail(self, failure: Exception) -> None:
+        message = f"{type(failure).__name__}: {failure}".splitlines()[0]
+        self._events.add("internal-failure", message, self._step, warn=True)
+        if self._record is not None:
+            self._record.failures.append(message)
+
+
+def record(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    schedule: Schedule | None = None,
+    recipes: Sequence[str] = DEFAULT_RECIPE_NAMES,
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    rank: int | None = None,
+    world_size: int | None = None,
+    max_rows: int = 256,
+    max_columns: int = 256,
+    headroom: float = 8.0,
+    moments_width: int = 1024,
+    seed: int = 0,
+    force: bool = False,
+) -> Recorder:
+    """Return a recorder for a training run.
+
+        with record(model, "run") as recorder:
+            for batch in loader:
+                ...
+                optimizer.step()
+                recorder.step()
+
+    Args:
+        model: The model that is trained.
+        path: Directory of the trace.
+        schedule: When to record; by default the first 20 steps, then every 1000th.
+        recipes: Names of the recipes to answer for.
+        include: Globs of module paths to record; empty for all of them.
+        exclude: Globs of module paths to leave out.
+        rank: Rank of this process; by default that of torch.distributed, or 0.
+        world_size: Number of ranks, likewise.
+        max_rows: Output rows on which errors are computed; of forward sites whole examples, at
+            least 8 of them.
+        max_columns: Output columns of gradient sites on which errors are computed.
+        headroom: Factor of a static scale above the largest amax of earlier sampled steps.
+        moments_width: Widest operand of which the full covariance is kept.
+        seed: Seed of the sampling.
+        force: Overwrite a trace that is at ``path`` already.
+
+    Raises:
+        UnknownNameError: If a recipe does not exist; near misses are listed.
+        NoMatchError: If a glob matches no module; near misses are listed.
+        ConfigurationError: If another argument is wrong or the model has no parameters.
+    """
+    settings = RecorderSettings.validated(
+        path,
+        schedule=schedule,
+        recipes=recipes,
+        include=include,
+        exclude=exclude,
+        rank=rank,
+        world_size=world_size,
+        max_rows=max_rows,
+        max_columns=max_columns,
+        headroom=headroom,
+        moments_width=moments_width,
+        seed=seed,
+        force=force,
+    )
+    return Recorder(model, settings)
+
+
+def _keep_first(record: StepRecord, loss: Any) -> None:
+    if record.loss is None:
+        record.loss = loss
+
+
+def _is_finite(value: float) -> bool:
+    return value - value == 0
+
+
+def _as_number(value: float | torch.Tensor) -> float:
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+
+
+def _as_scale(value: float | torch.Tensor) -> float:
+    number = _as_number(value)
+    if not _is_finite(number) or number == 0:
+        raise ValueError(f"{number} is no finite factor")
+    return number
+
+
+def _as_examples(value: int | torch.Tensor) -> int | torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.ndim:
+        if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+            raise TypeError(f"a tensor of dtype {value.dtype} does not number examples")
+        if value.ndim != 1 or (value.numel() and int(value.min()) < 0):
+            raise ValueError("give one non-negative number per row, in one dimension")
+        return value.detach().to("cpu", torch.int64, copy=True)
+    number = int(value)
+    if number != value or number < 1:
+        raise ValueError(f"{value} is no positive number of examples")
+    return number

@@ -1,0 +1,217 @@
+"""The loss in units of its mean per example: what was said, what was seen, and what holds."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import math
+from collections.abc import Callable
+
+import torch
+
+from loka_toolkit.recording.loss import CapturedLoss
+from loka_toolkit.recording.sampling import RowLayout, find_layout
+
+
+class Reduction(enum.StrEnum):
+    """How the terms of the loss were reduced."""
+
+    MEAN = "mean"
+    SUM = "sum"
+
+
+@dataclasses.dataclass(frozen=True)
+class StepFacts:
+    """What the training script said of a step.
+
+    Attributes:
+        loss: Its loss, in its own units.
+        examples: Their number, or the example of every row.
+        loss_scale: Factor of the loss before backward.
+        reduction: How the loss is reduced over examples.
+    """
+
+    loss: float | None = None
+    examples: int | torch.Tensor | None = None
+    loss_scale: float | None = None
+    reduction: Reduction | None = None
+
+    @property
+    def example_count(self) -> int | None:
+        """Number of examples said."""
+        if isinstance(self.examples, torch.Tensor):
+            return int(self.examples.max()) + 1 if self.examples.numel() else 0
+        return self.examples
+
+
+@dataclasses.dataclass(frozen=True)
+class LossUnits:
+    """How gradients of the script's loss become gradients of the mean loss.
+
+    Attributes:
+        examples: Number of examples, or None.
+        row_examples: Example of every row where the script said so.
+        is_count_explicit: Whether the script gave the number of examples.
+        reduction: Mean or sum, or None.
+        loss_scale: Factor of the loss before backward.
+        divisor: g_mean = g / divisor; None where unknown.
+        loss: The script's loss.
+        mean_loss: Data loss per example.
+        slope: d term / d prediction of every example, float64, or None.
+        curvature: Second derivative, likewise.
+        is_log_loss: Whether the prediction is a logit.
+        bypassing: Sequence numbers of products that the known loss does not cover.
+        reason: Why impact cannot be computed; None if it can.
+    """
+
+    examples: int | None
+    row_examples: torch.Tensor | None
+    is_count_explicit: bool
+    reduction: Reduction | None
+    loss_scale: float
+    divisor: float | None
+    loss: float | None
+    mean_loss: float | None
+    slope: torch.Tensor | None
+    curvature: torch.Tensor | None
+    is_log_loss: bool
+    bypassing: frozenset[int]
+    reason: str | None
+
+    def layout(self, leading: tuple[int, ...]) -> RowLayout | str:
+        """Return where the examples are among rows flattened from ``leading``, or why not."""
+        if self.examples is None:
+            return "the number of examples is not known; pass step(examples=)"
+        return find_layout(leading, self.examples, assume_consecutive=self.is_count_explicit)
+
+
+def resolve_units(
+    said: StepFacts, seen: CapturedLoss | None, contradiction: Callable[[str], None]
+) -> LossUnits:
+    """Join what the script said with what the graph showed; what was said wins.
+
+    Args:
+        said: Arguments of ``step()``.
+        seen: The loss captured at backward, or None.
+        contradiction: Called with one sentence for every contradiction.
+    """
+    known = seen is not None and seen.node is not None
+    examples = said.example_count
+    if seen is not None and known and seen.examples is not None:
+        if examples is None:
+            examples = seen.examples
+        elif examples != seen.examples:
+            contradiction(
+                f"step(examples=) says {examples} where the target of {seen.node} has "
+                f"{seen.examples}; the argument is used"
+            )
+    reduction, loss_scale, reason = _reduction_and_scale(said, seen, contradiction)
+    if reason is None and examples is None:
+        reason = "the number of examples is not known; pass step(examples=)"
+    if seen is not None and not seen.is_separable:
+        reason = seen.reason
+    elif seen is not None and seen.reason is not None and known:
+        reason = seen.reason if said.reduction is None or said.examples is None else reason
+    divisor = None
+    if reduction is not None and loss_scale is not None and examples:
+        divisor = loss_scale * (examples if reduction is Reduction.SUM else 1)
+        if not (math.isfinite(divisor) and divisor != 0):
+            reason, divisor = f"the loss scale is {loss_scale}", None
+    slope, curvature = _terms_per_example(seen, examples, reduction, divisor)
+    return LossUnits(
+        examples=examples,
+        row_examples=said.examples if isinstance(said.examples, torch.Tensor) else None,
+        is_count_explicit=said.examples is not None,
+        reduction=reduction,
+        loss_scale=1.0 if loss_scale is None else loss_scale,
+        divisor=divisor,
+        loss=said.loss if said.loss is not None else (seen.total if seen else None),
+        mean_loss=_mean_loss(seen, examples, reduction),
+        slope=slope,
+        curvature=curvature,
+        is_log_loss=seen is not None and seen.is_log_loss,
+        bypassing=seen.bypassing if seen is not None and _is_guarded(said) else frozenset(),
+        reason=reason,
+    )
+
+
+def _is_guarded(said: StepFacts) -> bool:
+    """Whether the graph has to vouch for the loss, because the script did not."""
+    return said.examples is None or said.reduction is None
+
+
+def _reduction_and_scale(
+    said: StepFacts, seen: CapturedLoss | None, contradiction: Callable[[str], None]
+) -> tuple[Reduction | None, float | None, str | None]:
+    if seen is None or seen.node is None:
+        if said.reduction is None:
+            why = seen.reason if seen is not None and seen.reason else "no backward was seen"
+            return None, said.loss_scale, why
+        return said.reduction, 1.0 if said.loss_scale is None else said.loss_scale, None
+    reduction, loss_scale = said.reduction, said.loss_scale
+    multiplier = seen.loss_scale
+    if seen.reduction == "none":
+        return _unreduced(said, seen, multiplier)
+    found = Reduction(seen.reduction) if seen.reduction else None
+    if reduction is not None and found is not None and reduction is not found:
+        contradiction(
+            f"step(reduction=) says {reduction} where {seen.node} has {found}; "
+            "the argument is used"
+        )
+        # A factor measured at the node belongs to the node's own reduction.
+        return reduction, 1.0 if loss_scale is None else loss_scale, None
+    if loss_scale is not None and multiplier is not None:
+        if not math.isclose(loss_scale, multiplier, rel_tol=1e-3):
+            contradiction(
+                f"step(loss_scale=) says {loss_scale:g} where the gradient reaching {seen.node} "
+                f"is {multiplier:g}; the argument is used"
+            )
+    elif loss_scale is None:
+        loss_scale = multiplier
+    if loss_scale is None:
+        return found, None, "no backward passed through the loss"
+    return reduction or found, loss_scale, None
+
+
+def _unreduced(
+    said: StepFacts, seen: CapturedLoss, multiplier: float | None
+) -> tuple[Reduction | None, float | None, str | None]:
+    """Judge a loss reduced outside of its node, perhaps with a weight per example."""
+    if said.reduction is not None and said.loss_scale is not None:
+        return said.reduction, said.loss_scale, None
+    if multiplier is not None:
+        return Reduction.MEAN, multiplier, None
+    return (
+        said.reduction,
+        said.loss_scale,
+        "examples are weighted, so the scale of the loss cannot be told; pass "
+        "step(reduction=, loss_scale=)",
+    )
+
+
+def _terms_per_example(
+    seen: CapturedLoss | None,
+    examples: int | None,
+    reduction: Reduction | None,
+    divisor: float | None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    if seen is None or seen.slope is None or seen.curvature is None:
+        return None, None
+    if seen.terms != examples or reduction is None or divisor is None:
+        return None, None
+    if seen.reduction == "none" and seen.uniform_multiplier is None:
+        if seen.multiplier is None or seen.multiplier.numel() != seen.terms:
+            return None, None
+        weights = seen.multiplier.reshape(-1).cpu() * examples / divisor
+        return seen.slope.cpu() * weights, seen.curvature.cpu() * weights
+    return seen.slope.cpu(), seen.curvature.cpu()
+
+
+def _mean_loss(
+    seen: CapturedLoss | None, examples: int | None, reduction: Reduction | None
+) -> float | None:
+    if seen is None or seen.data_loss is None:
+        return None
+    if reduction is Reduction.SUM and examples:
+        return seen.data_loss * seen.terms / examples
+    return seen.data_loss

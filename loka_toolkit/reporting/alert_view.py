@@ -1,0 +1,171 @@
+"""What must be read before anything else."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+
+from loka_toolkit.artifacts.dispatch_table import DispatchTable
+from loka_toolkit.artifacts.replay_results import ReplayResults
+from loka_toolkit.artifacts.safety_map import Coverage, MapFacts, SafetyMap, SpeedEvidence
+from loka_toolkit.artifacts.trace import Trace
+from loka_toolkit.reporting import formatting as fmt
+from loka_toolkit.reporting.overview_view import Overview
+from loka_toolkit.reporting.trust_view import trace_events
+
+
+class Level(enum.StrEnum):
+    """How much an alert matters; the value is the word shown before it."""
+
+    DANGER = "Do not act on this map"
+    WARNING = "Warning"
+    NOTE = "Note"
+
+    @property
+    def css(self) -> str:
+        """Class of its colours."""
+        return self.name.lower()
+
+
+@dataclasses.dataclass(frozen=True)
+class Alert:
+    """One alert.
+
+    Attributes:
+        level: How much it matters.
+        text: What is the matter, in sentences.
+        items: Particulars.
+        target: Anchor of the section that says more, without ``#``.
+    """
+
+    level: Level
+    text: str
+    items: tuple[str, ...] = ()
+    target: str | None = None
+
+
+def alerts(
+    safety: SafetyMap,
+    summary: Overview,
+    *,
+    safety_digest: str | None,
+    trace: Trace | None,
+    replay: ReplayResults | None,
+    table: DispatchTable | None,
+) -> tuple[Alert, ...]:
+    """Return the alerts, those that matter most first."""
+    facts = safety.facts
+    found = [
+        *_fit_alerts(facts),
+        *(Alert(Level.WARNING, text) for text in facts.alerts),
+        *_coverage_alerts(facts.coverage),
+        *_result_alerts(safety, summary),
+        *_provenance_alerts(facts, safety_digest, trace, replay, table),
+    ]
+    if trace is not None:
+        found.extend(Alert(Level.WARNING, text) for text in trace_events(trace))
+    if replay is not None and not replay.facts.complete:
+        text = "The replay was broken off before every workload was visited."
+        found.append(Alert(Level.WARNING, text, target="replay"))
+    order = list(Level)
+    unique = {(alert.level, alert.text): alert for alert in reversed(found)}
+    return tuple(sorted(reversed(unique.values()), key=lambda alert: order.index(alert.level)))
+
+
+def coverage_sentence(coverage: Coverage) -> str:
+    """Return which share of the work was seen."""
+    total = coverage.flops_seen + coverage.flops_unseen
+    if total <= 0:
+        return "No GEMM was seen at any sampled step."
+    seen = fmt.share(coverage.flops_seen / total).text
+    return (
+        f"{seen} of the GEMM FLOPs of a sampled step were recorded as sites "
+        f"({fmt.flops(coverage.flops_seen)} of {fmt.flops(total)}), over "
+        f"{fmt.plural(coverage.steps_recorded, 'sampled step')}; "
+        f"{fmt.plural(coverage.steps_skipped, 'sampled step')} skipped."
+    )
+
+
+def unseen_items(coverage: Coverage) -> tuple[str, ...]:
+    """Return why work was not seen, the largest share first."""
+    total = coverage.flops_seen + coverage.flops_unseen
+    if total <= 0:
+        return ()
+    reasons = sorted(coverage.unseen_reasons.items(), key=lambda pair: (-pair[1], pair[0]))
+    return tuple(f"{reason}: {fmt.share(flops / total).text}" for reason, flops in reasons)
+
+
+def _fit_alerts(facts: MapFacts) -> list[Alert]:
+    if facts.health.healthy:
+        return []
+    text = "The fit is not healthy: an unhealthy fit yields no safe verdict."
+    return [Alert(Level.DANGER, text, facts.health.problems, "trust")]
+
+
+def _coverage_alerts(coverage: Coverage) -> list[Alert]:
+    found = []
+    total = coverage.flops_seen + coverage.flops_unseen
+    if total <= 0:
+        found.append(Alert(Level.DANGER, "No GEMM was seen at any sampled step."))
+    elif coverage.flops_unseen > 0:
+        text = (
+            f"{fmt.share(coverage.flops_unseen / total).text} of the GEMM FLOPs were not seen; "
+            "nothing in this report speaks of them."
+        )
+        found.append(Alert(Level.WARNING, text, unseen_items(coverage)))
+    if coverage.steps_skipped:
+        text = (
+            f"{fmt.plural(coverage.steps_skipped, 'sampled step')} skipped, for example as "
+            f"non-finite; {fmt.count(coverage.steps_recorded).text} recorded."
+        )
+        found.append(Alert(Level.WARNING, text))
+    return found
+
+
+def _result_alerts(safety: SafetyMap, summary: Overview) -> list[Alert]:
+    found = []
+    if not safety.cells:
+        found.append(Alert(Level.DANGER, "The map holds no cells: nothing was judged."))
+        return found
+    if summary.budget.within is False:
+        text = (
+            "The safe sites together are expected to cost more than the budget: "
+            f"{summary.budget.total.text} against {summary.budget.budget.text}."
+        )
+        found.append(Alert(Level.WARNING, text, target="overview"))
+    limit = safety.facts.tolerance.exceedance_rate
+    if safety.facts.false_discovery_rate > limit:
+        text = (
+            f"The expected share of wrong safe verdicts is {summary.false_discovery_rate.text}, "
+            f"above {fmt.share(limit).text}."
+        )
+        found.append(Alert(Level.WARNING, text, target="overview"))
+    kinds = {cell.speedup_evidence for cell in safety.cells}
+    if SpeedEvidence.MEASURED not in kinds:
+        known = "predicted by the roofline model" if SpeedEvidence.PREDICTED in kinds else "unknown"
+        text = (
+            f"No speed was measured: every speed-up here is {known}. Replay the trace on the "
+            "target chip to measure it."
+        )
+        found.append(Alert(Level.NOTE, text))
+    return found
+
+
+def _provenance_alerts(
+    facts: MapFacts,
+    safety_digest: str | None,
+    trace: Trace | None,
+    replay: ReplayResults | None,
+    table: DispatchTable | None,
+) -> list[Alert]:
+    found = []
+    if trace is not None and trace.digest != facts.trace_digest:
+        found.append(
+            "The trace given is not the one that the map was made from (its digest differs): "
+            "distributions and verdicts may not belong together."
+        )
+    if replay is not None and replay.facts.trace_digest != facts.trace_digest:
+        found.append("The replay results belong to another trace than the map.")
+    if table is not None and safety_digest is not None and table.safety_digest != safety_digest:
+        found.append("The dispatch table was built from another safety map than this one.")
+    return [Alert(Level.WARNING, text, target="provenance") for text in found]
