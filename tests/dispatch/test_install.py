@@ -108,6 +108,20 @@ def test_uninstall_restores_class_and_behavior(made):
     assert [type(m) for m in model.modules()] == before
 
 
+def test_a_paused_installation_runs_the_original_precision_uncounted(made):
+    model, plain = tower(), tower()
+    x = torch.randn(39, 13)
+    with install(model, made.full_table(model)) as installation:
+        routed = model(x)
+        counts = installation.counts()
+        with installation.paused():
+            assert torch.equal(model(x), plain(x))
+        with pytest.raises(ZeroDivisionError), installation.paused():
+            raise ZeroDivisionError
+        assert installation.counts() == counts
+        assert torch.equal(model(x), routed) and not torch.equal(routed, plain(x))
+
+
 def test_parameters_keys_tying_hooks_and_optimizer_state_stay(made):
     model = tower()
     optimizer = torch.optim.Adam(model.parameters())
