@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from loka_toolkit.errors import MissingDependencyError
 from loka_toolkit.reporting import formatting as fmt
+from loka_toolkit.reporting.calibration_view import Calibration
 from loka_toolkit.reporting.histogram_view import Histogram, Window
 from loka_toolkit.reporting.overview_view import FlopBars
 from loka_toolkit.reporting.palette import LIGHT
@@ -172,6 +173,29 @@ def series(data: Series, identifier: str) -> str:
             axes.yaxis.set_major_locator(_few_ticks(5))
         axes.set_xlabel("step")
         axes.set_ylabel("" if data.is_share else "dB")
+
+    return _svg(draw, _PANEL, identifier, data.alt)
+
+
+def calibration(data: Calibration, identifier: str) -> str:
+    """Return the SVG of the steps' predicted probabilities."""
+
+    def draw(axes: Axes) -> None:
+        number = len(data.shares)
+        edges = [index / number for index in range(number + 1)]
+        axes.stairs(
+            [100 * value for value in data.shares],
+            edges,
+            fill=True,
+            color=_STANDINS["safe-mark"],
+            linewidth=0,
+        )
+        axes.axhline(100 / number, color=_STANDINS["ink"], linewidth=0.9, linestyle="--")
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1.08 * max(100 * max(data.shares), 200 / number))
+        axes.yaxis.set_major_locator(_few_ticks(4))
+        axes.set_xlabel("predicted probability of a lower SQNR")
+        axes.set_ylabel("% of steps")
 
     return _svg(draw, _PANEL, identifier, data.alt)
 

@@ -236,5 +236,11 @@ def _notes(cell: Cell) -> tuple[str, ...]:
     drift = fmt.known(cell.drift_db_per_1000_steps)
     if drift is not None:
         notes.append(f"drift {fmt.decibel(drift).text} per 1000 steps")
+    if fmt.known(cell.row_sqnr_db) is not None:
+        notes.append(f"5th-percentile row {fmt.decibel(cell.row_sqnr_db).text}")
+    if fmt.known(cell.p_unsafe) is not None:
+        notes.append(f"P(rate above the limit) {fmt.share(cell.p_unsafe).text}")
+    if fmt.known(cell.p_exceed_mcse) is not None:
+        notes.append(f"Monte Carlo error {fmt.share(cell.p_exceed_mcse).text}")
     notes.append(f"{fmt.significant(cell.evidence_effective)} effective steps")
     return tuple(notes)

@@ -7,6 +7,7 @@ import pytest
 
 from loka_toolkit.artifacts.safety_map import Criterion
 from loka_toolkit.reporting import figures
+from loka_toolkit.reporting.calibration_view import Calibration
 from loka_toolkit.reporting.histogram_view import Fates, Histogram, Window
 from loka_toolkit.reporting.overview_view import FlopBars
 from loka_toolkit.reporting.palette import LIGHT
@@ -37,9 +38,11 @@ SERIES = Series(
     alt="alt",
 )
 BARS = FlopBars(("all", "fwd"), ((0.6, 0.3, 0.1), (0.2, 0.1, 0.0)), "alt")
+CALIBRATION = Calibration((0.05,) * 20, 0.5, 0.9, 100, "caption", "alt")
 DRAWN = {
     "histogram": lambda: figures.histogram(HISTOGRAM, "one"),
     "series": lambda: figures.series(SERIES, "one"),
+    "calibration": lambda: figures.calibration(CALIBRATION, "one"),
     "bars": lambda: figures.flop_bars(BARS, "one"),
 }
 
