@@ -57,7 +57,7 @@ def alerts(
     facts = safety.facts
     found = [
         *_fit_alerts(facts),
-        *(Alert(Level.WARNING, text) for text in facts.alerts),
+        *(Alert(Level.WARNING, text) for text in facts.alerts if not _in_banner(facts, text)),
         *_coverage_alerts(facts, () if trace is None else skip_reasons(trace)),
         *_result_alerts(safety, summary),
         *_provenance_alerts(facts, safety_digest, trace, replay, table),
@@ -104,6 +104,12 @@ def _fit_alerts(facts: MapFacts) -> list[Alert]:
         return []
     text = "The fit is not healthy: an unhealthy fit yields no safe verdict."
     return [Alert(Level.DANGER, text, facts.health.problems, "trust")]
+
+
+def _in_banner(facts: MapFacts, text: str) -> bool:
+    """Whether an alert only repeats the problems of the fit, which stand above all alerts."""
+    problems = facts.health.problems
+    return not facts.health.healthy and bool(problems) and all(p in text for p in problems)
 
 
 def _said(facts: MapFacts, words: str) -> bool:

@@ -52,6 +52,8 @@ class CellRow:
         flops: Share of the GEMM FLOPs.
         mark: The verdict.
         p_exceed: Exceedance rate.
+        by_impact: Whether it is unsafe for its impact although its exceedance rate may be within
+            the tolerance.
         p_exceed_interval: Its 5-95 % interval.
         sqnr: Posterior mean of the SQNR.
         sqnr_interval: 5-95 % of a future step.
@@ -76,6 +78,7 @@ class CellRow:
     flops: Quantity
     mark: VerdictMark
     p_exceed: Quantity
+    by_impact: bool
     p_exceed_interval: str
     sqnr: Quantity
     sqnr_interval: str
@@ -167,6 +170,9 @@ def _cell_row(cell: Cell, index: int, tolerance: Tolerance) -> CellRow:
         flops=fmt.share(cell.flops_share),
         mark=VerdictMark.of(cell.verdict),
         p_exceed=fmt.share(cell.p_exceed),
+        by_impact=cell.verdict is Verdict.UNSAFE
+        and cell.p_exceed_lo is not None
+        and cell.p_exceed_lo <= tolerance.exceedance_rate,
         p_exceed_interval=fmt.interval(fmt.share(cell.p_exceed_lo), fmt.share(cell.p_exceed_hi)),
         sqnr=fmt.decibel(cell.sqnr_db),
         sqnr_interval=fmt.interval(fmt.decibel(cell.sqnr_db_lo), fmt.decibel(cell.sqnr_db_hi)),

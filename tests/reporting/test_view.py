@@ -130,6 +130,24 @@ def test_unhealthy_fit_comes_first(make_map):
     assert [g.passed for g in view.health.gates] == [False, True, True, True]
 
 
+def test_fit_problems_are_said_once_and_nothing_else_is_dropped(make_map):
+    health = replace(make_map().facts.health, healthy=False, problems=("R-hat 1.2", "ESS 6"))
+    alerts = ("Unhealthy: R-hat 1.2; ESS 6.", "R-hat 1.2 only", "another")
+    found = texts(build_view(Inputs(make_map(health=health, alerts=alerts))))
+    assert "Unhealthy: R-hat 1.2; ESS 6." not in found
+    assert {"R-hat 1.2 only", "another"} <= set(found)
+
+
+def test_cell_that_is_unsafe_for_its_impact_alone_is_marked(make_map):
+    safety = make_map()
+    low = changed(safety, verdict=Verdict.UNSAFE, p_exceed=0.014, p_exceed_lo=0.001)
+    assert all(cell.by_impact for cell in build_view(Inputs(low)).cells)
+    high = changed(safety, verdict=Verdict.UNSAFE, p_exceed=0.9, p_exceed_lo=0.5)
+    assert not any(cell.by_impact for cell in build_view(Inputs(high)).cells)
+    fine = changed(safety, verdict=Verdict.SAFE, p_exceed_lo=0.001)
+    assert not any(cell.by_impact for cell in build_view(Inputs(fine)).cells)
+
+
 def test_alerts_of_the_map_and_what_was_not_seen_are_alerts(view):
     assert any("N = 1 is not a multiple" in text for text in texts(view, Level.WARNING))
     unseen = next(a for a in view.alerts if "were not seen" in a.text)
