@@ -23,7 +23,7 @@ def main(report: Path) -> None:
         )
         for theme in ("light", "dark"):
             page = browser.new_page(
-                viewport={"width": 1280, "height": 1180},
+                viewport={"width": 1280, "height": 1560},
                 color_scheme="light" if theme == "light" else "dark",
                 device_scale_factor=1.0,
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from loka_toolkit.artifacts.safety_map import Cell, Criterion, Posterior
+from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.numerics.posterior import (
     SHARE_START,
     NormalInverseGamma,
@@ -36,25 +38,32 @@ _TITLES = {
 }
 
 
+class Unit(enum.Enum):
+    """What a series is measured in."""
+
+    DECIBEL = "dB; more is better"
+    SHARE = "share in [0, 1]; less is better"
+    LOSS = "change relative to the loss; less is better"
+
+
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A criterion over the sampled steps.
+    """A quantity over the sampled steps.
 
     Attributes:
-        criterion: Which.
         title: What it measures.
-        is_share: Whether the values are shares, where less is better, and not dB, where more is.
+        unit: Its unit.
         steps: Steps of the points.
-        values: Values of the points, dB or share.
-        band: 5 %, 50 % and 95 % quantile of a future step (Student-t predictive), same unit.
-        limit: The tolerance's limit, same unit.
+        values: Values of the points.
+        band: Of a criterion the 5 %, 50 % and 95 % quantile of a future step (Student-t
+            predictive); of the impact the 5 % quantile, mean and 95 % quantile of its mean.
+        limit: What the tolerance allows.
         caption: What is to be seen, in sentences.
         alt: The figure in words.
     """
 
-    criterion: Criterion
     title: str
-    is_share: bool
+    unit: Unit
     steps: tuple[int, ...]
     values: tuple[float, ...]
     band: tuple[float, float, float]
@@ -127,12 +136,62 @@ def series(cell: Cell, criterion: Criterion, rows: Sequence[Mapping[str, Any]]) 
     if len(drawn) < len(points):
         caption += f" The worst of each group of points is drawn: {len(drawn)} of {len(points)}."
     return Series(
-        criterion=criterion,
         title=title,
-        is_share=is_share,
+        unit=Unit.SHARE if is_share else Unit.DECIBEL,
         steps=tuple(step for step, _ in drawn),
         values=tuple(float(f"{value:.6g}") for _, value in drawn),
         band=(quantiles[0], quantiles[1], quantiles[2]),
+        limit=limit,
+        caption=caption,
+        alt=f"Points over steps: {caption}",
+    )
+
+
+def impact_series(
+    cell: Cell, rows: Sequence[Mapping[str, Any]], baseline_loss: float | None
+) -> Series | str | None:
+    """Return the impact of a forward site over the steps, or a sentence saying why there is none.
+
+    None for a gradient site: its effect is on the update, not on the loss.
+
+    Args:
+        cell: The site under the recipe shown.
+        rows: The cell's rows of the trace's table ``errors``.
+        baseline_loss: Mean loss, in mean-loss units.
+    """
+    if cell.role != Role.FWD or not rows:
+        return None
+    title = "impact on the loss"
+    mean, low, high = (fmt.known(v) for v in (cell.impact, cell.impact_lo, cell.impact_hi))
+    if mean is None or low is None or high is None or baseline_loss is None:
+        why = cell.impact_reason or "it is not known"
+        return f"No figure of the {title}: {why}."
+    seen: dict[int, list[float]] = {}
+    for row in rows:
+        orders = (row["impact_first_order"], row["impact_second_order"])
+        known = [order for order in orders if order is not None and math.isfinite(order)]
+        if len(known) == 2:
+            seen.setdefault(int(row["step"]), []).append(sum(known) / baseline_loss)
+    points = sorted((step, math.fsum(values) / len(values)) for step, values in seen.items())
+    if not points:
+        return f"No figure of the {title}: it is not known at any sampled step."
+    drawn = _thinned(points, worst=max)
+    limit = cell.impact_allotment
+    caption = (
+        f"Predicted relative change of the loss over {fmt.plural(len(points), 'step')}. Single "
+        f"steps are signed and noisy; the verdict rests on their mean, "
+        f"{fmt.relative(mean).text} "
+        f"{fmt.interval(fmt.relative(low), fmt.relative(high))}, floored at zero, against the "
+        f"allotment of {fmt.relative(limit).text}."
+    )
+    if len(drawn) < len(points):
+        caption += f" The worst of each group of points is drawn: {len(drawn)} of {len(points)}."
+    return Series(
+        title=title,
+        unit=Unit.LOSS,
+        steps=tuple(step for step, _ in drawn),
+        values=tuple(float(f"{value:.6g}") for _, value in drawn),
+        band=(low, mean, high),
         limit=limit,
         caption=caption,
         alt=f"Points over steps: {caption}",

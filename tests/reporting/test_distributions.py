@@ -21,8 +21,10 @@ from loka_toolkit.reporting.histogram_view import Histogram, factors, histogram
 from loka_toolkit.reporting.series_view import (
     MOST_POINTS,
     Series,
+    Unit,
     _share,
     criteria_shown,
+    impact_series,
     predictive_quantile,
     series,
 )
@@ -233,7 +235,7 @@ def test_series_counts_what_breaks_the_limit(cell):
 def test_shares_break_the_limit_from_above(cell):
     rows = error_rows([0.0, 0.2, 0.3, 1.0], "underflow_share_worst_group")
     found = series(cell, Criterion.UNDERFLOW, rows)
-    assert found.is_share
+    assert found.unit is Unit.SHARE
     assert found.limit == pytest.approx(0.25, rel=1e-3)
     assert "2 of 4" in found.caption
     assert 0 < found.band[0] < found.band[2] <= 1
@@ -317,3 +319,31 @@ def test_no_calibration_is_said(artifacts, make_map):
     assert "none was given" in calibration(artifacts.safety, None)
     other = make_map(modules=(("elsewhere", "Linear", (13, 117, 39)),))
     assert "none of the map's cells" in calibration(other, artifacts.trace)
+
+
+def impact_rows(pairs):
+    return [
+        {"step": i, "impact_first_order": first, "impact_second_order": second}
+        for i, (first, second) in enumerate(pairs)
+    ]
+
+
+def test_impact_is_relative_to_the_loss_and_the_mean_over_ranks(cell):
+    rows = impact_rows([(-2e-5, 1e-5), (None, 1e-5), (math.nan, 1.0)])
+    rows += impact_rows([(6e-5, 1e-5)])
+    found = impact_series(cell, rows, 0.5)
+    assert (found.unit, found.steps) == (Unit.LOSS, (0,))
+    assert found.values[0] == pytest.approx((-1e-5 + 7e-5) / 2 / 0.5)
+    assert found.band == (cell.impact_lo, cell.impact, cell.impact_hi)
+    assert found.limit == cell.impact_allotment
+
+
+def test_unknown_impact_is_said_and_gradients_have_none(cell):
+    replace = msgspec.structs.replace
+    rows = impact_rows([(1e-5, 1e-5)])
+    assert "it is not known" in impact_series(cell, rows, None)
+    unknown = replace(cell, impact=None, impact_reason="in-batch softmax")
+    assert impact_series(unknown, rows, 0.5).endswith("in-batch softmax.")
+    assert "at any sampled step" in impact_series(cell, impact_rows([(None, None)]), 0.5)
+    assert impact_series(replace(cell, role="dgrad"), rows, 0.5) is None
+    assert impact_series(cell, [], 0.5) is None
