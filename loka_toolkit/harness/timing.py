@@ -82,7 +82,7 @@ POLICIES: dict[str, TimingPolicy] = {
             method=Method.HOST_CLOCK,
             warmups=1,
             repetitions=15,
-            seconds=0.1,
+            seconds=0.05,
             row_seconds=60.0,
         ),
         TimingPolicy(

@@ -318,5 +318,5 @@ def test_later_flushes_win_and_ranks_are_pooled(writer: Any) -> None:
 def test_a_trace_without_moments_is_refused_with_the_next_step(writer: Any) -> None:
     writer.linear("a", 32, 16, 8)
     writer.moments.clear()
-    with pytest.raises(ReplayError, match="holds no moments.*record again"):
+    with pytest.raises(ReplayError, match=r"holds no moments.*record again"):
         MomentsOfTrace(writer.write())
