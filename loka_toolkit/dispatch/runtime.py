@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.dispatch.counters import Bank, Outcome, bank
 from loka_toolkit.kernels.contract import Side
 
@@ -160,10 +159,6 @@ class Route:
     fwd: RoleRoute | None
     dgrad: RoleRoute | None
     wgrad: RoleRoute | None
-
-    def of(self, role: Role) -> RoleRoute | None:
-        """Return the route of a role."""
-        return {Role.FWD: self.fwd, Role.DGRAD: self.dgrad, Role.WGRAD: self.wgrad}.get(role)
 
 
 ROUTE_ATTRIBUTE = "loka_route"

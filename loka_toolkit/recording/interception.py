@@ -15,6 +15,8 @@ from torch.utils.flop_counter import flop_registry
 
 from loka_toolkit.artifacts.sites import Role, SiteKey
 from loka_toolkit.recording.layers import StepRecord
+from loka_toolkit.recording.logits import read_logits
+from loka_toolkit.recording.loss import CapturedLoss
 from loka_toolkit.recording.modules import ModelNames, ModuleTracker
 from loka_toolkit.recording.observer import Observer
 from loka_toolkit.recording.products import (
@@ -79,6 +81,10 @@ _OTHER_PRODUCTS: dict[Any, Callable[..., float]] = {
 """Work that is no site yet; FLOPs where they are cheap to tell, else 0: the reason still counts."""
 
 
+_LARGEST_LOGITS = 1 << 20
+"""Inputs of sigmoids up to this size are kept for the step: one of them may be the logits."""
+
+
 class Interception(TorchDispatchMode):  # type: ignore[misc]
     """One recorded step, from the end of the previous one to its own end.
 
@@ -123,6 +129,8 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         self._skip_reason: str | None = None
         self._saw_backward = False
         self._has_gradients = True
+        self._is_looking = True
+        self._sigmoid_inputs: dict[int, torch.Tensor] = {}
         self.is_enabled = True
 
     def install(self) -> None:
@@ -149,13 +157,29 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Run the operator, then look at what it did; what it raises passes through untouched."""
         kwargs = kwargs or {}
-        if not self.is_enabled or not isinstance(func, torch._ops.OpOverload):
+        if not (self.is_enabled and self._is_looking) or not isinstance(func, torch._ops.OpOverload):
             return func(*args, **kwargs)
         # The number of the node that autograd made for this operator, if it made one.
         sequence = int(torch._C._autograd._get_sequence_nr()) - 1
         out = func(*args, **kwargs)
         self._guarded(lambda: self._look(func, args, kwargs, out, sequence))
         return out
+
+    def on_loss(self, loss: CapturedLoss) -> None:
+        """Take note of the loss that is about to be differentiated; only the first one counts."""
+        if self._record.loss is not None:
+            return
+        self._record.loss = loss
+        if not loss.saturated:
+            return
+        logit = None
+        if loss.prediction is not None:
+            logit = self._sigmoid_inputs.get(self._registry.name(loss.prediction))
+        self._is_looking = False
+        try:
+            self._record.logits_reason = read_logits(self._record, loss, logit)
+        finally:
+            self._is_looking = True
 
     def _guarded(self, look: Callable[[], None]) -> None:
         """Run our own work so that it leaves no trace in autograd, and raises nothing."""
@@ -189,6 +213,8 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
             self._parameters.follow(args[0], out)
         if torch._C._current_autograd_node() is None:
             self._trails.follow(func, args, out)
+            if packet is aten.sigmoid and args[0].numel() <= _LARGEST_LOGITS:
+                self._sigmoid_inputs[self._registry.name(out)] = args[0].detach().clone()
             if packet in _ACTIVATIONS:
                 self._pass_on_output(args[0], out)
 
@@ -216,14 +242,14 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     def _is_gradient(self, product: Product, sequence: int) -> bool:
         """Whether a product inside of backward, with gradients on, belongs to ``create_graph``."""
         layer = self._record.by_sequence.get(sequence)
-        return not self._tracker.is_running and layer is not None and bool(
-            gradients_of_shape(layer.forward, product.a.shape, product.b.shape)
+        return (
+            not self._tracker.is_running
+            and layer is not None
+            and bool(gradients_of_shape(layer.forward, product.a.shape, product.b.shape))
         )
 
     def _on_forward(self, product: Product, sequence: int) -> None:
-        has_node = self._has_gradients and (
-            product.a.requires_grad or product.b.requires_grad
-        )
+        has_node = self._has_gradients and (product.a.requires_grad or product.b.requires_grad)
         reason = self._skip_reason
         if reason is None and not self._is_in_root:
             if not self._has_gradients:
@@ -391,9 +417,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         self._tracker.reset_calls()
         self._input_size = _leading_size(inputs)
 
-    def _on_norm(
-        self, fqn: str, x: torch.Tensor, y: torch.Tensor, op: str | None = None
-    ) -> None:
+    def _on_norm(self, fqn: str, x: torch.Tensor, y: torch.Tensor, op: str | None = None) -> None:
         if torch._C._current_autograd_node() is not None or self._skip_reason is not None:
             return
         if not self._has_gradients and not self._is_in_root:
@@ -437,7 +461,9 @@ def _out_of_the_way() -> Iterator[None]:
 
 def _leading_size(inputs: tuple[Any, ...]) -> int | None:
     """Return the most common first dimension of a model's inputs."""
-    sizes = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    sizes = [
+        leaf.shape[0]
+        for leaf in tree_leaves(inputs)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+    ]
     return max(sorted(set(sizes)), key=sizes.count) if sizes else None
-
-

@@ -100,7 +100,7 @@ class Observer:
             leading=leading,
             products=factors.batch,
             rows=m,
-            sampled=self._sampler.forward(factors.batch, m, layout, record.step, str(key)),
+            sampled=self._sampler.forward(factors.batch, m, n, layout, record.step, str(key)),
             book=ScaleBook(self.static.of_layer(key.layer), self.settings.headroom),
             weight=weight,
             has_broadcast_weight=weight_tensor is not None
@@ -133,9 +133,7 @@ class Observer:
         factors, gradient = gradient_factors(product, layer.forward, match)
         key = layer.site(factors.role)
         if layer.gradient_rows is None:
-            rows = layer.sampled.flat(layer.products, layer.rows).to(gradient.device)
-            flat = gradient.reshape(-1, gradient.shape[-1])
-            layer.gradient_rows = flat[rows].to(torch.float32, copy=True)
+            layer.gradient_rows = layer.sampled_rows_of(gradient)
         is_first = not layer.roles
         layer.roles.add(factors.role)
         left_is_g = factors.operands[0] is Operand.G

@@ -241,8 +241,7 @@ def gradient_factors(
 ) -> tuple[Factors, torch.Tensor]:
     """Return a backward product in canonical orientation, and the gradient of the layer's output.
 
-    The gradient is [.., T, O] for a product with a parameter and [.., M, N] for one of
-    activations: the orientation of the forward site.
+    The gradient is [.., M, N] in the orientation in which aten multiplied in forward.
     """
     left, right = product.a.detach(), product.b.detach()
     if match.transposed:
@@ -269,7 +268,7 @@ def gradient_factors(
         )
     else:
         factors = Factors(Role.DGRAD, GEMM_OPERANDS[Role.DGRAD, True], tokens, other)
-    return factors, tokens
+    return factors, gradient
 
 
 def layout_of(x: torch.Tensor) -> str:

@@ -27,7 +27,6 @@ from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.units import LossUnits, Reduction, StepFacts, resolve_units
 from loka_toolkit.recording.writer import TraceWriter
 
-
 _T = TypeVar("_T")
 
 
@@ -156,7 +155,6 @@ class Recorder:
         if self._is_disabled or not self._settings.schedule.is_active(self._step):
             return
         record = StepRecord(step=self._step)
-        watch = BackwardWatch(lambda loss: _keep_first(record, loss), self._fail)
         interception = Interception(
             self._model,
             self._names,
@@ -166,6 +164,7 @@ class Recorder:
             said_loss_scale=self._last_said.loss_scale,
             report=self._fail,
         )
+        watch = BackwardWatch(interception.on_loss, self._fail)
         self._record, self._watch, self._interception = record, watch, interception
         watch.install()
         interception.install()
@@ -191,6 +190,8 @@ class Recorder:
             lambda message: self._events.add("contradiction", message, record.step, warn=True),
         )
         self._last_said = said
+        if units.saturated:
+            self._note_saturation(record, units)
         status, reason = self._judge(record, units)
         rank = self._settings.rank
         if status == "recorded":
@@ -210,6 +211,18 @@ class Recorder:
         self._writer.add(STEPS, [rows.step_row(record, rank, status, reason, units)])
         if self._writer.end_step():
             self._flush(closed=False)
+
+    def _note_saturation(self, record: StepRecord, units: LossUnits) -> None:
+        how = (
+            "their logits were followed by a backward pass of their own"
+            if record.logits_reason is None
+            else f"what an error does to them is not known: {record.logits_reason}"
+        )
+        self._events.add(
+            "saturated-examples",
+            f"the log loss of some examples is saturated, so its gradient vanishes; {how}",
+            record.step,
+        )
 
     def _judge(self, record: StepRecord, units: LossUnits) -> tuple[str, str | None]:
         if record.failures:
@@ -419,11 +432,6 @@ def record(
         force=force,
     )
     return Recorder(model, settings)
-
-
-def _keep_first(record: StepRecord, loss: Any) -> None:
-    if record.loss is None:
-        record.loss = loss
 
 
 def _is_finite(value: float) -> bool:

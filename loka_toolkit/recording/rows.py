@@ -11,7 +11,13 @@ import torch
 
 from loka_toolkit.artifacts.sites import Operand, Role
 from loka_toolkit.recording.gradients import noise_ratio
-from loka_toolkit.recording.impact import ExampleTerms, Impact, example_changes, impact_of
+from loka_toolkit.recording.impact import (
+    ExampleTerms,
+    Impact,
+    example_changes,
+    impact_of,
+    impact_of_moves,
+)
 from loka_toolkit.recording.layers import Layer, SiteErrors, StepRecord
 from loka_toolkit.recording.units import LossUnits
 from loka_toolkit.recording.whatif import RecipeError
@@ -203,17 +209,24 @@ def _impact(
     units: LossUnits,
 ) -> Impact:
     assert layer.gradient_rows is not None and units.divisor is not None
-    gradient = layer.gradient_rows.to(torch.float64) * (layer.alpha / units.divisor)
     total = units.examples or len(examples)
-    changes = example_changes(gradient, error.error, example_of_row, len(examples))
     known = units.slope is not None and units.curvature is not None
     terms = ExampleTerms(
         total=total,
         slope=units.slope[examples] if known and units.slope is not None else None,
         curvature=units.curvature[examples] if known and units.curvature is not None else None,
         is_log_loss=units.is_log_loss,
+        saturated=units.saturated,
     )
-    impact = impact_of(changes, terms)
+    if layer.logit_rows is not None and terms.slope is not None:
+        moved = layer.logit_rows.to(torch.float64) * layer.alpha
+        moves = example_changes(moved, error.error, example_of_row, len(examples))
+        impact = impact_of_moves(moves, terms)
+        gradient = moved * (terms.slope[example_of_row] / total).unsqueeze(1).to(moved.device)
+    else:
+        gradient = layer.gradient_rows.to(torch.float64) * (layer.alpha / units.divisor)
+        changes = example_changes(gradient, error.error, example_of_row, len(examples))
+        impact = impact_of(changes, terms)
     if error.probe_rows is None or error.probe_error is None or impact.first_order is None:
         return impact
     return _with_accumulator(impact, gradient, error, total / len(examples))
@@ -253,5 +266,3 @@ def _in_batch_product(record: StepRecord, units: LossUnits) -> str | None:
                     "is not a mean over separable examples"
                 )
     return None
-
-

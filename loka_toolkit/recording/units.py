@@ -60,6 +60,7 @@ class LossUnits:
         slope: d term / d prediction of every example, float64, or None.
         curvature: Second derivative, likewise.
         is_log_loss: Whether the prediction is a logit.
+        saturated: Examples whose gradient vanishes in the training dtype.
         bypassing: Sequence numbers of products that the known loss does not cover.
         reason: Why impact cannot be computed; None if it can.
     """
@@ -75,6 +76,7 @@ class LossUnits:
     slope: torch.Tensor | None
     curvature: torch.Tensor | None
     is_log_loss: bool
+    saturated: int
     bypassing: frozenset[int]
     reason: str | None
 
@@ -130,6 +132,7 @@ def resolve_units(
         slope=slope,
         curvature=curvature,
         is_log_loss=seen is not None and seen.is_log_loss,
+        saturated=seen.saturated if seen is not None else 0,
         bypassing=seen.bypassing if seen is not None and _is_guarded(said) else frozenset(),
         reason=reason,
     )
@@ -155,8 +158,7 @@ def _reduction_and_scale(
     found = Reduction(seen.reduction) if seen.reduction else None
     if reduction is not None and found is not None and reduction is not found:
         contradiction(
-            f"step(reduction=) says {reduction} where {seen.node} has {found}; "
-            "the argument is used"
+            f"step(reduction=) says {reduction} where {seen.node} has {found}; the argument is used"
         )
         # A factor measured at the node belongs to the node's own reduction.
         return reduction, 1.0 if loss_scale is None else loss_scale, None
