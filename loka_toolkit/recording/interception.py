@@ -157,7 +157,9 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Run the operator, then look at what it did; what it raises passes through untouched."""
         kwargs = kwargs or {}
-        if not (self.is_enabled and self._is_looking) or not isinstance(func, torch._ops.OpOverload):
+        if not (self.is_enabled and self._is_looking) or not isinstance(
+            func, torch._ops.OpOverload
+        ):
             return func(*args, **kwargs)
         # The number of the node that autograd made for this operator, if it made one.
         sequence = int(torch._C._autograd._get_sequence_nr()) - 1
@@ -242,14 +244,14 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     def _is_gradient(self, product: Product, sequence: int) -> bool:
         """Whether a product inside of backward, with gradients on, belongs to ``create_graph``."""
         layer = self._record.by_sequence.get(sequence)
-        return not self._tracker.is_running and layer is not None and bool(
-            gradients_of_shape(layer.forward, product.a.shape, product.b.shape)
+        return (
+            not self._tracker.is_running
+            and layer is not None
+            and bool(gradients_of_shape(layer.forward, product.a.shape, product.b.shape))
         )
 
     def _on_forward(self, product: Product, sequence: int) -> None:
-        has_node = self._has_gradients and (
-            product.a.requires_grad or product.b.requires_grad
-        )
+        has_node = self._has_gradients and (product.a.requires_grad or product.b.requires_grad)
         reason = self._skip_reason
         if reason is None and not self._is_in_root:
             if not self._has_gradients:
@@ -417,9 +419,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         self._tracker.reset_calls()
         self._input_size = _leading_size(inputs)
 
-    def _on_norm(
-        self, fqn: str, x: torch.Tensor, y: torch.Tensor, op: str | None = None
-    ) -> None:
+    def _on_norm(self, fqn: str, x: torch.Tensor, y: torch.Tensor, op: str | None = None) -> None:
         if torch._C._current_autograd_node() is not None or self._skip_reason is not None:
             return
         if not self._has_gradients and not self._is_in_root:
@@ -463,7 +463,9 @@ def _out_of_the_way() -> Iterator[None]:
 
 def _leading_size(inputs: tuple[Any, ...]) -> int | None:
     """Return the most common first dimension of a model's inputs."""
-    sizes = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    sizes = [
+        leaf.shape[0]
+        for leaf in tree_leaves(inputs)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+    ]
     return max(sorted(set(sizes)), key=sizes.count) if sizes else None
-
-

@@ -159,8 +159,10 @@ def _binary_log_loss(node: Any, captured: CapturedLoss) -> None:
     # The probability in the training dtype is what the gradient was computed from.
     p, y = probability.to(torch.float64).reshape(-1), target.to(torch.float64).reshape(-1)
     _describe(captured, target)
-    loss = functional.binary_cross_entropy_with_logits if from_logits else (
-        functional.binary_cross_entropy
+    loss = (
+        functional.binary_cross_entropy_with_logits
+        if from_logits
+        else (functional.binary_cross_entropy)
     )
     captured.data_loss = float(loss(prediction.to(torch.float64), target.to(torch.float64)))
     weights = torch.ones_like(p)

@@ -266,5 +266,3 @@ def _in_batch_product(record: StepRecord, units: LossUnits) -> str | None:
                     "is not a mean over separable examples"
                 )
     return None
-
-

@@ -128,9 +128,7 @@ class _Chunk:
         total = float(clean.sum(dtype=torch.float64))
         centered = clean.to(torch.float64) - (total / finite if finite else 0.0)
         squares = float(torch.where(finite_mask, centered, 0.0).square_().sum())
-        smallest = (
-            float(torch.where(nonzero, magnitude, torch.inf).amin()) if nonzeros else None
-        )
+        smallest = float(torch.where(nonzero, magnitude, torch.inf).amin()) if nonzeros else None
         row_amax = magnitude.amax(-1)
         return cls(
             finite=finite,

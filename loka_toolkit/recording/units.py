@@ -158,8 +158,7 @@ def _reduction_and_scale(
     found = Reduction(seen.reduction) if seen.reduction else None
     if reduction is not None and found is not None and reduction is not found:
         contradiction(
-            f"step(reduction=) says {reduction} where {seen.node} has {found}; "
-            "the argument is used"
+            f"step(reduction=) says {reduction} where {seen.node} has {found}; the argument is used"
         )
         # A factor measured at the node belongs to the node's own reduction.
         return reduction, 1.0 if loss_scale is None else loss_scale, None

@@ -18,7 +18,12 @@ from loka_toolkit.artifacts.sites import Operand
 from loka_toolkit.numerics.casting import CastEvents, cast, cast_events
 from loka_toolkit.numerics.accumulation import accumulate
 from loka_toolkit.numerics.formats import FloatFormat
-from loka_toolkit.numerics.metrics import SQNR_CEILING_DB, SQNR_FLOOR_DB, ProductError, product_error
+from loka_toolkit.numerics.metrics import (
+    SQNR_CEILING_DB,
+    SQNR_FLOOR_DB,
+    ProductError,
+    product_error,
+)
 from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling
 from loka_toolkit.numerics.scaling import decode_scale, finite_amax
 from loka_toolkit.recording.products import Factors

@@ -64,7 +64,9 @@ class TraceWriter:
         self._config = config
         path = self._settings.path
         if path.exists() and not path.is_dir():
-            raise ArtifactExistsError(f"{path} is a file; a trace is a directory: name another path")
+            raise ArtifactExistsError(
+                f"{path} is a file; a trace is a directory: name another path"
+            )
         try:
             mine = self._own_files(path)
             if mine and not self._settings.force:
