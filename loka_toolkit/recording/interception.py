@@ -85,7 +85,7 @@ _LARGEST_LOGITS = 1 << 20
 """Inputs of sigmoids up to this size are kept for the step: one of them may be the logits."""
 
 
-class Interception(TorchDispatchMode):  # type: ignore[misc]
+class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One recorded step, from the end of the previous one to its own end.
 
     Args:
@@ -109,7 +109,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         said_loss_scale: float | None,
         report: Callable[[Exception], None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._observer = observer
         self._record = record
@@ -136,7 +136,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     def install(self) -> None:
         """Place hooks and begin to intercept."""
         self._tracker.install()
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def remove(self) -> bool:
         """Remove the hooks and stop intercepting; False if another mode stands above this one."""
@@ -145,7 +145,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         if not stack or stack[-1] is not self:
             return False
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(
@@ -213,7 +213,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
             self._on_norm(self._tracker.current, args[0], result, str(func))
         if packet in _COPIES:
             self._parameters.follow(args[0], out)
-        if torch._C._current_autograd_node() is None:
+        if _backward_node() is None:
             self._trails.follow(func, args, out)
             if packet is aten.sigmoid and args[0].numel() <= _LARGEST_LOGITS:
                 self._sigmoid_inputs[self._registry.name(out)] = args[0].detach().clone()
@@ -232,7 +232,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         if product.out.numel() == 0 or product.a.shape[-1] == 0:
             self._unseen("empty product", 0.0)
             return
-        node = torch._C._current_autograd_node()
+        node = _backward_node()
         if node is None:
             self._on_forward(product, sequence)
         elif self._has_gradients and not self._is_gradient(product, int(node._sequence_nr())):
@@ -300,7 +300,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     def _on_recompute(self, product: Product, sequence: int) -> None:
         """Activation checkpointing runs a forward again: its backward may hang on this one."""
         self._unseen("recompute: activation checkpointing", product.flops)
-        side, weight = self._parameter_of(product)
+        _, weight = self._parameter_of(product)
         fqn = self._tracker.module_of_product(weight)
         for layer in self._record.layers:
             forward = layer.forward
@@ -402,7 +402,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     # Modules
 
     def _on_root(self, begins: bool, inputs: tuple[Any, ...]) -> None:
-        if torch._C._current_autograd_node() is not None:
+        if _backward_node() is not None:
             return  # recomputed inside of backward
         if not begins:
             self._is_in_root = False
@@ -420,7 +420,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         self._input_size = _leading_size(inputs)
 
     def _on_norm(self, fqn: str, x: torch.Tensor, y: torch.Tensor, op: str | None = None) -> None:
-        if torch._C._current_autograd_node() is not None or self._skip_reason is not None:
+        if _backward_node() is not None or self._skip_reason is not None:
             return
         if not self._has_gradients and not self._is_in_root:
             return
@@ -445,6 +445,11 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         name = self._registry.name(out)
         if known is not None and known[1] < 2 and name not in self._outputs:
             self._outputs[name] = (known[0], known[1] + 1)
+
+
+def _backward_node() -> Any:
+    """Return the autograd node whose backward is running, or None outside of backward."""
+    return torch._C._current_autograd_node()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,6 @@ from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.units import LossUnits, Reduction, StepFacts, resolve_units
 from loka_toolkit.recording.writer import TraceWriter
 
-
 _T = TypeVar("_T")
 
 
@@ -123,8 +122,10 @@ class Recorder:
         loss_scale: float | None = None,
         reduction: str | None = None,
     ) -> None:
-        """Tell that an optimizer step is done. Every argument is optional; what is not given is
-        read off the autograd graph where the loss is of a known kind.
+        """Tell that an optimizer step is done.
+
+        Every argument is optional: what is not given is read off the autograd graph where the loss
+        is of a known kind.
 
         Args:
             loss: The loss, in the units of the training script.

@@ -1,4 +1,4 @@
-"""Turns a step that counted into rows of the tables ``steps``, ``operands``, ``errors``, ``sites``."""
+"""Turns a step that counted into rows of the tables of the trace."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def _grouping(layer: Layer, units: LossUnits) -> tuple[torch.Tensor, torch.Tenso
     if isinstance(layout, str):
         return layout
     example = (flat // layout.inner) % layout.examples
-    examples, position = example.unique(return_inverse=True)
+    examples, position = torch.unique(example, return_inverse=True)
     per_example = layout.outer * layout.inner
     if len(flat) != len(examples) * per_example:
         return (
@@ -191,7 +191,7 @@ def _ragged(
     of_row: torch.Tensor, flat: torch.Tensor, layer: Layer
 ) -> tuple[torch.Tensor, torch.Tensor] | str:
     count = int(of_row.max()) + 1
-    if not layer.sampled.is_complete and len(of_row.unique()) != len(of_row):
+    if not layer.sampled.is_complete and len(torch.unique(of_row)) != len(of_row):
         return (
             "rows were sub-sampled before it was known which of them make up an example; "
             f"record with max_rows={len(of_row)}"

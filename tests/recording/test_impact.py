@@ -332,7 +332,7 @@ class Opaque(torch.autograd.Function):
 
 @pytest.mark.parametrize("opaque", [False, True])
 def test_saturated_examples_are_followed_from_their_logits(record_run, linear_effect, opaque):
-    """p is exactly 1 in float32: gradients vanish, on the wrong side too."""
+    """P is exactly 1 in float32: gradients vanish, on the wrong side too."""
     model, (x, y) = click_model(), clicks(39)
     with torch.no_grad():
         model[4].bias.fill_(21.0)
