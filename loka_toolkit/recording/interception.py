@@ -76,6 +76,13 @@ _OTHER_PRODUCTS: dict[Any, Callable[..., float]] = {
     aten.mkldnn_rnn_layer_backward: lambda *_: 0.0,
     aten._cudnn_rnn: lambda *_: 0.0,
     aten._cudnn_rnn_backward: lambda *_: 0.0,
+    # Two products forward, five backward.
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_: (
+        4.0 * q.numel() * k.shape[-2]
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, *_: (
+        10.0 * q.numel() * k.shape[-2]
+    ),
     aten._grouped_mm: lambda a, b, *_: 2.0 * a.numel() * b.shape[-1],
 }
 """Work that is no site yet; FLOPs where they are cheap to tell, else 0: the reason still counts."""
@@ -139,7 +146,11 @@ class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.__enter__()  # type: ignore[no-untyped-call]
 
     def remove(self) -> bool:
-        """Remove the hooks and stop intercepting; False if another mode stands above this one."""
+        """Remove the hooks and stop intercepting.
+
+        Returns:
+            False if another mode stands above this one; try again once it is gone.
+        """
         self.is_enabled = False
         self._tracker.remove()
         stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()

@@ -65,6 +65,7 @@ class Recorder:
         self._watch: BackwardWatch | None = None
         self._record: StepRecord | None = None
         self._last_said = StepFacts()
+        self._left_standing: list[Interception] = []
 
     @property
     def path(self) -> Path:
@@ -176,11 +177,14 @@ class Recorder:
         self._watch = self._interception = self._record = None
         if watch is not None:
             watch.remove()
+        while self._left_standing and self._left_standing[-1].remove():
+            self._left_standing.pop()
         if interception is not None and not interception.remove():
+            self._left_standing.append(interception)
             self._events.add(
                 "mode-not-removed",
                 "another TorchDispatchMode was pushed during a recorded step and still stands; the "
-                "recorder's mode stays below it, switched off",
+                "recorder's mode stays below it, switched off, until that one is gone",
                 self._step,
                 warn=True,
             )
