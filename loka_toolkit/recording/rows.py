@@ -67,12 +67,11 @@ def operand_rows(record: StepRecord, rank: int) -> list[dict[str, Any]]:
 
 def error_rows(record: StepRecord, rank: int, units: LossUnits) -> list[dict[str, Any]]:
     """Return the rows of the table ``errors``: forward sites first, in order."""
-    coupled = _in_batch_product(record, units)
     rows = []
     for layer in record.layers:
         if layer.forward_errors is None:
             continue
-        impacts = _forward_impacts(layer, units, coupled)
+        impacts = forward_impacts(record, layer, units)
         for error in layer.forward_errors.errors:
             impact = impacts[error.recipe.name]
             rows.append(_row(record, rank, layer.forward_errors, error, impact, None))
@@ -137,10 +136,10 @@ def _gradient_values(
     return bias, noise, None
 
 
-def _forward_impacts(layer: Layer, units: LossUnits, coupled: str | None) -> dict[str, Impact]:
-    assert layer.forward_errors is not None
-    errors = layer.forward_errors.errors
-    grouped = coupled or units.reason or _grouping(layer, units)
+def forward_impacts(record: StepRecord, layer: Layer, units: LossUnits) -> dict[str, Impact]:
+    """Return the impact of a layer's forward site, by recipe name."""
+    errors = layer.forward_errors.errors if layer.forward_errors is not None else []
+    grouped = _in_batch_product(record, units) or units.reason or _grouping(layer, units)
     if not isinstance(grouped, str):
         why = _why_not(layer, units)
         grouped = why if why is not None else grouped

@@ -82,9 +82,7 @@ def test_a_raw_parameter_on_either_side_is_the_same_layer(record_run):
         )
         assert one.to_list() == pytest.approx(other.to_list(), rel=1e-4, nan_ok=True)
     for operand in "xwg":
-        one, other = (
-            runs[s].operands.set_index("operand").loc[operand].squeeze() for s in "ab"
-        )
+        one, other = (runs[s].operands.set_index("operand").loc[operand].squeeze() for s in "ab")
         assert (one.site, one.width) == (other.site, other.width)
         assert one.variance == pytest.approx(other.variance)
 
@@ -357,9 +355,7 @@ def test_empty_batches_and_single_outputs(record_run):
     run = record_run(model, squares(model, torch.randn(1, 13)), name="one")
     assert shapes(run)["(root)#0:fwd"] == (1, 1, 1, 13)
     with pytest.warns(UserWarning, match="no product"):
-        empty = record_run(
-            model, lambda _: model(torch.randn(0, 13)).sum(), name="none"
-        )
+        empty = record_run(model, lambda _: model(torch.randn(0, 13)).sum(), name="none")
     assert empty.sites.empty
     assert unseen(empty) == {"empty product": 0.0}
 
@@ -369,7 +365,9 @@ def test_training_is_left_as_it_was(tmp_path):
 
     def train(recorded: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(13, 39), nn.Dropout(0.5), nn.LayerNorm(39), nn.Linear(39, 1))
+        model = nn.Sequential(
+            nn.Linear(13, 39), nn.Dropout(0.5), nn.LayerNorm(39), nn.Linear(39, 1)
+        )
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         recorder = record(model, tmp_path / "run", schedule=Schedule(warm_steps=2, every=2))
         with recorder if recorded else contextlib.nullcontext():

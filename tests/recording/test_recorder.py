@@ -182,9 +182,9 @@ def test_a_nonfinite_step_is_skipped_and_counted(tmp_path, model):
     assert set(trace.operands["nonfinite_count"].to_pylist()) == {0}
     event = next(e for e in trace.manifest.events if e.kind == "nonfinite-step")
     assert event.count == 2 and event.step == 1
-    assert all(
-        all(v == v for v in r["mean"]) for r in trace.moments.to_pylist()
-    ), "moments are not poisoned"
+    assert all(all(v == v for v in r["mean"]) for r in trace.moments.to_pylist()), (
+        "moments are not poisoned"
+    )
 
 
 def test_schedule_that_was_never_active_and_no_step_at_all(tmp_path, model):
