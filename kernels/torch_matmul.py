@@ -51,7 +51,7 @@ class TorchMatmul:
 
     def version(self) -> str | None:
         """Return the version of torch."""
-        return torch.__version__
+        return str(torch.__version__)
 
     def supports(self, problem: Problem, chip: Chip) -> str | None:
         """Return None, or why the chip lacks the arithmetic."""

@@ -71,7 +71,7 @@ class TorchScaledMM:
 
     def version(self) -> str | None:
         """Return the version of torch."""
-        return torch.__version__
+        return str(torch.__version__)
 
     def supports(self, problem: Problem, chip: Chip) -> str | None:
         """Return None, or the constraint that is not met."""

@@ -36,6 +36,7 @@ class BenchSettings:
         draws: Input draws per workload.
         seed: Seed of the draws.
         shapes_per_site: Token counts replayed per site.
+        threads: CPU threads per operator, as in the process that asks.
     """
 
     trace: str
@@ -45,6 +46,7 @@ class BenchSettings:
     draws: int
     seed: int
     shapes_per_site: int
+    threads: int
 
 
 @dataclasses.dataclass(frozen=True)

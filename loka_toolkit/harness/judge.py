@@ -34,7 +34,7 @@ import math
 
 import torch
 
-from loka_toolkit.harness.sampling import poison
+from loka_toolkit.harness.poison import poisoned
 from loka_toolkit.harness.trial import (
     TF32_MANTISSA_BITS,
     UNQUANTIZED,
@@ -101,8 +101,8 @@ def judge(candidate: Candidate, trial: Trial, *, repeats: int = REPEATS) -> Judg
     prepared = prepare(candidate, trial)
     outputs = []
     for _ in range(repeats):
-        poison(trial.shape, out_dtype, trial.a.device)
-        outputs.append(candidate.run(*prepared, out_dtype))
+        with poisoned(trial.shape, out_dtype, trial.a.device):
+            outputs.append(candidate.run(*prepared, out_dtype))
     fault = _malformed(outputs[0], trial.shape, out_dtype) or _irreproducible(outputs)
     if fault is not None:
         return Judgement(None, None, None, fault)

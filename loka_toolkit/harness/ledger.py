@@ -127,7 +127,7 @@ def row_digest(
         "candidate": [candidate.name, candidate.recipe, _version(candidate), candidate.abi],
         "libraries": [str(torch.__version__), torch.version.cuda],
         "policy": dataclasses.asdict(settings.policy),
-        "chip": [chip.name, chip.capability],
+        "chip": [chip.name, chip.capability, settings.threads if chip.capability is None else 0],
         "draws": [settings.draws, settings.seed],
     }
     return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()

@@ -112,6 +112,7 @@ def replay(
         draws=draws,
         seed=seed,
         shapes_per_site=shapes_per_site,
+        threads=torch.get_num_threads(),
     )
     MomentsOfTrace(trace)
     plan = workloads_of(trace, shapes_per_site=shapes_per_site)
@@ -137,6 +138,7 @@ def replay(
             "draws": draws,
             "seed": seed,
             "shapes_per_site": shapes_per_site,
+            "threads": settings.threads,
             "catalog": catalog,
             "not_dispatchable": list(plan.not_dispatchable),
             "shapes_left_out": plan.shapes_left_out,

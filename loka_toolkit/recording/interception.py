@@ -76,6 +76,13 @@ _OTHER_PRODUCTS: dict[Any, Callable[..., float]] = {
     aten.mkldnn_rnn_layer_backward: lambda *_: 0.0,
     aten._cudnn_rnn: lambda *_: 0.0,
     aten._cudnn_rnn_backward: lambda *_: 0.0,
+    # Two products forward, five backward.
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_: (
+        4.0 * q.numel() * k.shape[-2]
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, *_: (
+        10.0 * q.numel() * k.shape[-2]
+    ),
     aten._grouped_mm: lambda a, b, *_: 2.0 * a.numel() * b.shape[-1],
 }
 """Work that is no site yet; FLOPs where they are cheap to tell, else 0: the reason still counts."""
@@ -85,7 +92,7 @@ _LARGEST_LOGITS = 1 << 20
 """Inputs of sigmoids up to this size are kept for the step: one of them may be the logits."""
 
 
-class Interception(TorchDispatchMode):  # type: ignore[misc]
+class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One recorded step, from the end of the previous one to its own end.
 
     Args:
@@ -109,7 +116,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         said_loss_scale: float | None,
         report: Callable[[Exception], None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._observer = observer
         self._record = record
@@ -136,16 +143,20 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     def install(self) -> None:
         """Place hooks and begin to intercept."""
         self._tracker.install()
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def remove(self) -> bool:
-        """Remove the hooks and stop intercepting; False if another mode stands above this one."""
+        """Remove the hooks and stop intercepting.
+
+        Returns:
+            False if another mode stands above this one; try again once it is gone.
+        """
         self.is_enabled = False
         self._tracker.remove()
         stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         if not stack or stack[-1] is not self:
             return False
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(
@@ -157,7 +168,9 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Run the operator, then look at what it did; what it raises passes through untouched."""
         kwargs = kwargs or {}
-        if not (self.is_enabled and self._is_looking) or not isinstance(func, torch._ops.OpOverload):
+        if not (self.is_enabled and self._is_looking) or not isinstance(
+            func, torch._ops.OpOverload
+        ):
             return func(*args, **kwargs)
         # The number of the node that autograd made for this operator, if it made one.
         sequence = int(torch._C._autograd._get_sequence_nr()) - 1
@@ -211,7 +224,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
             self._on_norm(self._tracker.current, args[0], result, str(func))
         if packet in _COPIES:
             self._parameters.follow(args[0], out)
-        if torch._C._current_autograd_node() is None:
+        if _backward_node() is None:
             self._trails.follow(func, args, out)
             if packet is aten.sigmoid and args[0].numel() <= _LARGEST_LOGITS:
                 self._sigmoid_inputs[self._registry.name(out)] = args[0].detach().clone()
@@ -230,7 +243,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         if product.out.numel() == 0 or product.a.shape[-1] == 0:
             self._unseen("empty product", 0.0)
             return
-        node = torch._C._current_autograd_node()
+        node = _backward_node()
         if node is None:
             self._on_forward(product, sequence)
         elif self._has_gradients and not self._is_gradient(product, int(node._sequence_nr())):
@@ -298,7 +311,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     def _on_recompute(self, product: Product, sequence: int) -> None:
         """Activation checkpointing runs a forward again: its backward may hang on this one."""
         self._unseen("recompute: activation checkpointing", product.flops)
-        side, weight = self._parameter_of(product)
+        _, weight = self._parameter_of(product)
         fqn = self._tracker.module_of_product(weight)
         for layer in self._record.layers:
             forward = layer.forward
@@ -400,7 +413,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     # Modules
 
     def _on_root(self, begins: bool, inputs: tuple[Any, ...]) -> None:
-        if torch._C._current_autograd_node() is not None:
+        if _backward_node() is not None:
             return  # recomputed inside of backward
         if not begins:
             self._is_in_root = False
@@ -418,7 +431,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         self._input_size = _leading_size(inputs)
 
     def _on_norm(self, fqn: str, x: torch.Tensor, y: torch.Tensor, op: str | None = None) -> None:
-        if torch._C._current_autograd_node() is not None or self._skip_reason is not None:
+        if _backward_node() is not None or self._skip_reason is not None:
             return
         if not self._has_gradients and not self._is_in_root:
             return
@@ -443,6 +456,11 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         name = self._registry.name(out)
         if known is not None and known[1] < 2 and name not in self._outputs:
             self._outputs[name] = (known[0], known[1] + 1)
+
+
+def _backward_node() -> Any:
+    """Return the autograd node whose backward is running, or None outside of backward."""
+    return torch._C._current_autograd_node()
 
 
 @contextlib.contextmanager

@@ -112,8 +112,8 @@ class Layer:
     @property
     def gradient_site(self) -> SiteKey:
         """The site under which the gradient of the output is recorded: the first of two."""
-        of_activation = [r for r in (Role.DGRAD, Role.GRAD_A) if r in self.roles]
-        return self.site((of_activation or sorted(self.roles))[0])
+        order = (Role.DGRAD, Role.GRAD_A, Role.WGRAD, Role.GRAD_B)
+        return self.site(next(role for role in order if role in self.roles))
 
     def site(self, role: Role) -> SiteKey:
         """Return the key of one of the layer's sites."""

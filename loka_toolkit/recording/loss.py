@@ -273,7 +273,7 @@ class BackwardWatch:
             original(tensors, *args, **kwargs)
 
         self._original, self._replacement = original, backward
-        torch.autograd.backward = backward  # type: ignore[assignment]
+        torch.autograd.backward = backward
 
     def remove(self) -> None:
         """Restore it, and remove the hooks placed in the graph."""

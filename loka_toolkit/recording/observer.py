@@ -64,11 +64,13 @@ class Observer:
         settings: The recorder's settings.
         static: Amax of earlier sampled steps.
         module_types: Class name by module path.
+        exhaustive: Products up to which a forward site's accumulator is emulated everywhere.
     """
 
     settings: RecorderSettings
     static: StaticAmax
     module_types: dict[str, str]
+    exhaustive: int = EXHAUSTIVE_PRODUCTS
 
     def __post_init__(self) -> None:
         """Make the sampler."""
@@ -113,7 +115,7 @@ class Observer:
         sample = Sample.of(
             factors, rows=layer.sampled.rows, columns=None, batch=layer.sampled.batch
         )
-        layer.forward_errors = self._errors(key, layer, factors, sample, EXHAUSTIVE_PRODUCTS, n)
+        layer.forward_errors = self._errors(key, layer, factors, sample, self.exhaustive, n)
         record.layers.append(layer)
         record.flops_seen += product.flops
         return layer

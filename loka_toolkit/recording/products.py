@@ -246,7 +246,7 @@ def gradient_factors(
     left, right = product.a.detach(), product.b.detach()
     if match.transposed:
         left, right = right.mT, left.mT
-    # Now grad_a = g[M,N] b^T[N,K] and grad_b = a^T[K,M] g[M,N], in the orientation of aten's forward.
+    # Now grad_a = g[M,N] b^T[N,K] and grad_b = a^T[K,M] g[M,N], as aten's forward was oriented.
     of_a = match.of == "a"
     gradient = left if of_a else right
     if forward.parameter_side is None:

@@ -1,4 +1,4 @@
-"""Turns a step that counted into rows of the tables ``steps``, ``operands``, ``errors``, ``sites``."""
+"""Turns a step that counted into rows of the tables of the trace."""
 
 from __future__ import annotations
 
@@ -67,12 +67,11 @@ def operand_rows(record: StepRecord, rank: int) -> list[dict[str, Any]]:
 
 def error_rows(record: StepRecord, rank: int, units: LossUnits) -> list[dict[str, Any]]:
     """Return the rows of the table ``errors``: forward sites first, in order."""
-    coupled = _in_batch_product(record, units)
     rows = []
     for layer in record.layers:
         if layer.forward_errors is None:
             continue
-        impacts = _forward_impacts(layer, units, coupled)
+        impacts = forward_impacts(record, layer, units)
         for error in layer.forward_errors.errors:
             impact = impacts[error.recipe.name]
             rows.append(_row(record, rank, layer.forward_errors, error, impact, None))
@@ -137,10 +136,10 @@ def _gradient_values(
     return bias, noise, None
 
 
-def _forward_impacts(layer: Layer, units: LossUnits, coupled: str | None) -> dict[str, Impact]:
-    assert layer.forward_errors is not None
-    errors = layer.forward_errors.errors
-    grouped = coupled or units.reason or _grouping(layer, units)
+def forward_impacts(record: StepRecord, layer: Layer, units: LossUnits) -> dict[str, Impact]:
+    """Return the impact of a layer's forward site, by recipe name."""
+    errors = layer.forward_errors.errors if layer.forward_errors is not None else []
+    grouped = _in_batch_product(record, units) or units.reason or _grouping(layer, units)
     if not isinstance(grouped, str):
         why = _why_not(layer, units)
         grouped = why if why is not None else grouped
@@ -177,7 +176,7 @@ def _grouping(layer: Layer, units: LossUnits) -> tuple[torch.Tensor, torch.Tenso
     if isinstance(layout, str):
         return layout
     example = (flat // layout.inner) % layout.examples
-    examples, position = example.unique(return_inverse=True)
+    examples, position = torch.unique(example, return_inverse=True)
     per_example = layout.outer * layout.inner
     if len(flat) != len(examples) * per_example:
         return (
@@ -191,7 +190,7 @@ def _ragged(
     of_row: torch.Tensor, flat: torch.Tensor, layer: Layer
 ) -> tuple[torch.Tensor, torch.Tensor] | str:
     count = int(of_row.max()) + 1
-    if not layer.sampled.is_complete and len(of_row.unique()) != len(of_row):
+    if not layer.sampled.is_complete and len(torch.unique(of_row)) != len(of_row):
         return (
             "rows were sub-sampled before it was known which of them make up an example; "
             f"record with max_rows={len(of_row)}"

@@ -147,9 +147,9 @@ class Sampler:
             return SampledRows(None, None, None)
         numbers = layout.rows_of(examples).reshape(-1)
         if layout.inner % m == 0:
-            return SampledRows((numbers // m).unique(), None, examples)
+            return SampledRows(torch.unique(numbers // m), None, examples)
         if layout.outer % products == 0:
-            return SampledRows(None, (numbers % m).unique(), examples)
+            return SampledRows(None, torch.unique(numbers % m), examples)
         return SampledRows(None, None, None)
 
     def rows(self, products: int, m: int, limit: int, step: int, name: str) -> SampledRows:

@@ -64,7 +64,7 @@ def operand_statistics(x: torch.Tensor) -> OperandStatistics:
     width = x.shape[-1]
     rows = x.detach().reshape(-1, width)
     chunk_rows = max(1, _CHUNK_ELEMENTS // width)
-    chunks = [_Chunk.of(part) for part in rows.split(chunk_rows)]
+    chunks = [_Chunk.of(part) for part in torch.split(rows, chunk_rows)]
     finite = sum(chunk.finite for chunk in chunks)
     mean = sum(chunk.total for chunk in chunks) / finite if finite else None
     variance = None

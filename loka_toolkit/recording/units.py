@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -42,6 +43,67 @@ class StepFacts:
         if isinstance(self.examples, torch.Tensor):
             return int(self.examples.max()) + 1 if self.examples.numel() else 0
         return self.examples
+
+
+_T = TypeVar("_T")
+
+
+def understand_step(
+    loss: Any,
+    examples: Any,
+    loss_scale: Any,
+    reduction: Any,
+    reject: Callable[[str], None],
+) -> StepFacts:
+    """Return the arguments of a step that make sense; the others are left out.
+
+    Args:
+        loss: See :class:`StepFacts`; numbers may be tensors.
+        examples: Likewise.
+        loss_scale: Likewise.
+        reduction: Likewise.
+        reject: Called with one sentence for every argument left out.
+    """
+
+    def checked(name: str, value: Any, convert: Callable[[Any], _T]) -> _T | None:
+        if value is None:
+            return None
+        try:
+            return convert(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reject(f"step({name}=) is left out: {error}")
+            return None
+
+    return StepFacts(
+        loss=checked("loss", loss, _as_number),
+        examples=checked("examples", examples, _as_examples),
+        loss_scale=checked("loss_scale", loss_scale, _as_scale),
+        reduction=checked("reduction", reduction, Reduction),
+    )
+
+
+def _as_number(value: Any) -> float:
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+
+
+def _as_scale(value: Any) -> float:
+    number = _as_number(value)
+    if not math.isfinite(number) or number == 0:
+        raise ValueError(f"{number} is no finite factor")
+    return number
+
+
+def _as_examples(value: Any) -> int | torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.ndim:
+        if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+            raise TypeError(f"a tensor of dtype {value.dtype} does not number examples")
+        if value.ndim != 1 or (value.numel() and int(value.min()) < 0):
+            raise ValueError("give one non-negative number per row, in one dimension")
+        return value.detach().to("cpu", torch.int64, copy=True)
+    number = int(value)
+    if number != value or number < 1:
+        raise ValueError(f"{value} is no positive number of examples")
+    return number
 
 
 @dataclasses.dataclass(frozen=True)

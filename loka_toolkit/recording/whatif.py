@@ -355,7 +355,9 @@ def _corrected(
     """Scale the metrics of all rows by what the accumulator changed on the probe rows."""
 
     def corrected(name: str, *, in_db: bool) -> float | None:
-        whole = getattr(all_rows, name)
+        whole: float | None = getattr(all_rows, name)
+        low: float | None
+        high: float | None
         low, high = getattr(without, name), getattr(with_accumulator, name)
         if whole is None or low is None or high is None:
             return high if whole is None else whole

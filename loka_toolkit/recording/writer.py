@@ -104,7 +104,8 @@ class TraceWriter:
         """
         first = self._parts
         wrote = False
-        for table in (SITES, STEPS, OPERANDS, ERRORS):
+        # Steps come last: a step that has a row there has all of its rows.
+        for table in (SITES, OPERANDS, ERRORS, STEPS):
             rows = self._rows[table.name]
             if rows:
                 self._write(table, rows, first)

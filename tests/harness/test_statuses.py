@@ -24,7 +24,7 @@ EXPECTED = {
     "nan": (Status.WRONG_NUMERICS, "1 outputs are Inf or NaN where the reference is finite"),
     "transposed": (Status.WRONG_NUMERICS, "returned [48, 96] float32, expected [96, 48] float32"),
     "garbage": (Status.WRONG_NUMERICS, "kernel error of the product"),
-    "unwritten": (Status.WRONG_NUMERICS, None),
+    "unwritten": (Status.WRONG_NUMERICS, "1 outputs are Inf or NaN where the reference"),
     "lost-k-tile": (Status.WRONG_NUMERICS, "kernel error of the product"),
     "stale-tile": (Status.WRONG_NUMERICS, "kernel error of the product"),
     "unscaled": (Status.WRONG_NUMERICS, "kernel error of the product"),

@@ -102,7 +102,9 @@ def linear_effect() -> Callable[..., float]:
 
         def at(t: float) -> float:
             target = double.get_submodule(layer)
-            hook = target.register_forward_hook(lambda _m, _a, out: out + t * error.reshape(out.shape))
+            hook = target.register_forward_hook(
+                lambda _m, _a, out: out + t * error.reshape(out.shape)
+            )
             with torch.no_grad():
                 value = float(mean_loss(double, *wide))
             hook.remove()

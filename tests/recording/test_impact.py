@@ -50,9 +50,7 @@ def test_second_order_closes_the_gap_to_the_replacement(record_run, linear_effec
         model[4].weight.mul_(6)
     run = record_run(model, lambda _: mean_log_loss(model, x, y), recipes=("e5m2/tensorwise/fp32",))
     row = run.error("4#0:fwd", "e5m2/tensorwise/fp32")
-    replaced = linear_effect(
-        model, "4", (x, y), mean_log_loss, "e5m2/tensorwise/fp32", whole=True
-    )
+    replaced = linear_effect(model, "4", (x, y), mean_log_loss, "e5m2/tensorwise/fp32", whole=True)
     first = row.impact_first_order
     # The output layer's logits are linear in the error, so only third order is left.
     assert abs(replaced - first - row.impact_second_order) < 0.2 * abs(replaced - first)
@@ -334,7 +332,7 @@ class Opaque(torch.autograd.Function):
 
 @pytest.mark.parametrize("opaque", [False, True])
 def test_saturated_examples_are_followed_from_their_logits(record_run, linear_effect, opaque):
-    """p is exactly 1 in float32: gradients vanish, on the wrong side too."""
+    """P is exactly 1 in float32: gradients vanish, on the wrong side too."""
     model, (x, y) = click_model(), clicks(39)
     with torch.no_grad():
         model[4].bias.fill_(21.0)
@@ -357,7 +355,8 @@ def test_saturated_examples_are_followed_from_their_logits(record_run, linear_ef
     if opaque:
         assert row.impact_status == "beyond-validity" and "saturated" in row.impact_reason
         return
-    measured = linear_effect(model, "2", (x, y), loss)
+    # log(1 - p) has steps of 1e-7 here, so the difference must be a wide one.
+    measured = linear_effect(model, "2", (x, y), loss, step=0.3)
     assert abs(measured) > 1e-6
     assert row.impact_first_order == pytest.approx(measured, rel=1e-3)
     assert row.impact_status == "ok"

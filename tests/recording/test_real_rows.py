@@ -38,10 +38,13 @@ class Products(TorchDispatchMode):
         super().__init__()
         self.seen: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.index, self.error, self.t = index, error, t
+        self.logits = torch.empty(0)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         name = str(func).split(".")[1]
+        if name == "sigmoid":
+            self.logits = args[0].reshape(-1).clone()
         if name in ("mm", "bmm", "addmm", "baddbmm"):
             a, b = args[-2:]
             if len(self.seen) == self.index:
@@ -103,9 +106,14 @@ def test_predicted_impact_is_the_directional_derivative(recorded, record_propert
     assert len(forward) == len(products.seen) == 8
 
     def loss(index: int, error: torch.Tensor, t: float) -> float:
-        with torch.no_grad(), Products(index, error, t):
-            p = double(x.double()).squeeze(-1)
-        return float(F.binary_cross_entropy(p, y.double()))
+        with torch.no_grad(), Products(index, error, t) as products:
+            double(x.double())
+        # From the logits: log(1 - p) is a staircase in float64 from a logit of 30 on. At 36.7 p
+        # rounds to 1, and binary_cross_entropy clamps the logarithm at -100.
+        z = products.logits
+        positive = F.softplus(-z).clamp(max=100)
+        negative = torch.where(torch.sigmoid(z) == 1, 100.0, F.softplus(z))
+        return float((y.double() * positive + (1 - y.double()) * negative).mean())
 
     errors = {(r["site"], r["recipe"]): r for r in trace.errors.to_pylist()}
     checked, worst, closer, within = 0, 0.0, 0, 0
@@ -117,7 +125,7 @@ def test_predicted_impact_is_the_directional_derivative(recorded, record_propert
             slopes = [
                 (loss(index, error, t) - loss(index, error, -t)) / (2 * t) for t in (2e-3, 5e-4)
             ]
-            # log(1 - p) is ill-conditioned near saturation: the two steps show by how much.
+            # ReLUs and clamps have kinks: two step widths show whether one was crossed.
             noise = max(abs(slopes[0] - slopes[1]), row["impact_standard_error"], 1e-10)
             if abs(slopes[0]) <= 3 * noise:
                 continue
@@ -129,17 +137,21 @@ def test_predicted_impact_is_the_directional_derivative(recorded, record_propert
                 within += 1
                 replaced = loss(index, error, 1.0) - loss(index, error, 0.0)
                 both = row["impact_first_order"] + row["impact_second_order"]
-                assert both == pytest.approx(replaced, rel=0.25), (site, name)
+                # 1e-6 is a ten-thousandth of the 0.02 % budget of this loss: ReLUs that flip.
+                assert both == pytest.approx(replaced, rel=0.25, abs=1e-6), (site, name)
                 closer += abs(both - replaced) <= abs(row["impact_first_order"] - replaced)
-    print(f"{checked} of {len(forward) * len(DYNAMIC)} checked, worst deviation {worst:.2%}; "
-          f"{within} within validity, second order helped {closer}")
+    print(
+        f"{checked} of {len(forward) * len(DYNAMIC)} checked, worst deviation {worst:.2%}; "
+        f"{within} within validity, second order helped {closer}"
+    )
     assert checked >= 20
 
 
 def test_the_input_layer_loses_its_embeddings_tensorwise(recorded):
     rows = recorded["trace"].errors.to_pylist()
     row = next(
-        r for r in rows
+        r
+        for r in rows
         if r["site"] == "dnn.linears.0#0:fwd" and r["recipe"] == "e4m3/tensorwise/fast"
     )
     assert row["sqnr_db"] > 25, "the tensor as a whole looks good"
@@ -150,6 +162,9 @@ def test_the_input_layer_loses_its_embeddings_tensorwise(recorded):
 def test_saturation_is_told(recorded):
     events = {event.kind: event.message for event in recorded["trace"].manifest.events}
     assert "backward pass of their own" in events["saturated-examples"]
-    statuses = {r["impact_status"] for r in recorded["trace"].errors.to_pylist()
-                if r["site"].endswith("fwd")}
+    statuses = {
+        r["impact_status"]
+        for r in recorded["trace"].errors.to_pylist()
+        if r["site"].endswith("fwd")
+    }
     assert "beyond-validity" in statuses and "unknown" not in statuses
