@@ -47,6 +47,12 @@ def small_map(small_trace: Path) -> SafetyMap:
     return run.analyze(small_trace)
 
 
+_ABSENT = {
+    "impact_status": "unknown",
+    "underflow_share_worst_group": 0.0,
+    "saturation_share": 0.0,
+}
+
 WriteCells = Callable[..., Path]
 
 
@@ -73,7 +79,7 @@ def write_cells(simulator: ModuleType, tmp_path: Path) -> WriteCells:
             columns["site"] += [site] * count
             columns["recipe"] += [recipe] * count
             for key in names:
-                value = values.get(key)
+                value = values.get(key, _ABSENT.get(key))
                 is_series = isinstance(value, list | np.ndarray)
                 columns[key] += list(value) if is_series else [value] * count
         written = sites or [
