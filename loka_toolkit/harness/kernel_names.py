@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loka_toolkit.harness.judge import Trial, prepare
+from loka_toolkit.harness.trial import Trial, prepare
 from loka_toolkit.kernels.contract import Candidate
 
 _MOST_NAMES = 4

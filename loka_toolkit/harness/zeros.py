@@ -1,10 +1,10 @@
 """Operands of which many elements are exactly zero, as behind a ReLU: censored normals.
 
-Feature i is ``intercept_i + slope_i z_i`` where ``z_i > threshold_i`` and zero elsewhere, z standard
-normal and correlated between features. Threshold, intercept and slope follow in closed form from
-the probability of a zero, the mean and the variance (moments of the truncated normal). The
-correlation of z is the one under which the features have the recorded covariance: their correlation
-is the Hermite series ``sum over n of c_in c_jn rho**n``, cut after n = 3, and inverted for rho.
+Feature i is ``intercept_i + slope_i z_i`` where ``z_i > threshold_i`` and zero elsewhere, z
+standard normal and correlated between features. Threshold, intercept and slope follow in closed
+form from the probability of a zero, the mean and the variance (moments of the truncated normal).
+The correlation of z is the one under which the features have the recorded covariance: that is the
+Hermite series ``sum over n of c_in c_jn rho**n``, cut after n = 3, and inverted for rho.
 """
 
 from __future__ import annotations

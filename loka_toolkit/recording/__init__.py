@@ -2,5 +2,6 @@
 
 from loka_toolkit.recording.recorder import Recorder, record
 from loka_toolkit.recording.schedule import Schedule
+from loka_toolkit.recording.verification import ImpactCheck, verify_impact
 
-__all__ = ["Recorder", "Schedule", "record"]
+__all__ = ["ImpactCheck", "Recorder", "Schedule", "record", "verify_impact"]

@@ -15,11 +15,10 @@ import math
 
 import torch
 
+from loka_toolkit.recording.loss import VANISHING_SLOPE
+
 LARGEST_LOGIT_CHANGE = 1.0
 """Beyond it p(1-p) changes by more than half, and a second-order expansion says nothing."""
-
-_VANISHING_SLOPE = 1e-30
-"""A slope below this is one that float32 gradients cannot carry: the example is saturated."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +54,14 @@ class ExampleTerms:
         slope: d term / d prediction at the sampled examples, float64, or None.
         curvature: Second derivative, likewise.
         is_log_loss: Whether the prediction is a logit.
+        saturated: Examples of the whole step whose gradient vanishes in the training dtype.
     """
 
     total: int
     slope: torch.Tensor | None
     curvature: torch.Tensor | None
     is_log_loss: bool
+    saturated: int = 0
 
 
 def example_changes(
@@ -91,15 +92,12 @@ def impact_of(changes: torch.Tensor, terms: ExampleTerms) -> Impact:
         return Impact.unknown("the emulated output is not finite")
     scale = total / sampled
     first = scale * float(changes.sum())
-    error = 0.0
-    if sampled < total:
-        spread = float(changes.std(unbiased=True)) if sampled > 1 else math.nan
-        error = total * spread * math.sqrt((1 - sampled / total) / sampled)
+    error = _sampling_error(changes, total)
     loss_changes = changes * total
     if terms.slope is None or terms.curvature is None:
         second = scale * 0.5 * total * float(changes.square().sum())
         return _judged(first, second, error, loss_changes, exact=False)
-    alive = terms.slope.abs() > _VANISHING_SLOPE
+    alive = terms.slope.abs() > VANISHING_SLOPE
     moves = torch.where(alive, loss_changes / torch.where(alive, terms.slope, 1.0), 0.0)
     second = scale * 0.5 * float((terms.curvature * moves.square()).sum()) / total
     if not terms.is_log_loss:
@@ -115,6 +113,37 @@ def impact_of(changes: torch.Tensor, terms: ExampleTerms) -> Impact:
             "error does to their logits cannot be seen",
         )
     return _judged(first, second, error, moves, exact=True)
+
+
+def impact_of_moves(moves: torch.Tensor, terms: ExampleTerms) -> Impact:
+    """Return the impact of known logit changes, scaled up to all examples.
+
+    Args:
+        moves: Change of the logits of the sampled examples, float64.
+        terms: The loss at these, with slope and curvature.
+    """
+    if not bool(torch.isfinite(moves).all()):
+        return Impact.unknown("the emulated output is not finite")
+    if terms.slope is None or terms.curvature is None:
+        return Impact.unknown("the loss has no slope per example")
+    total, scale = terms.total, terms.total / len(moves)
+    changes = terms.slope * moves / total
+    second = scale * 0.5 * float((terms.curvature * moves.square()).sum()) / total
+    error = _sampling_error(changes, total)
+    impact = _judged(scale * float(changes.sum()), second, error, moves, exact=True)
+    if impact.reason is None:
+        return impact
+    note = f"; {terms.saturated} of {total} examples are saturated in the training dtype"
+    return dataclasses.replace(impact, reason=impact.reason + note)
+
+
+def _sampling_error(changes: torch.Tensor, total: int) -> float:
+    """Return the standard error of the sum over all examples, sampled without replacement."""
+    sampled = len(changes)
+    if sampled == total:
+        return 0.0
+    spread = float(changes.std(unbiased=True)) if sampled > 1 else math.nan
+    return total * spread * math.sqrt((1 - sampled / total) / sampled)
 
 
 def _judged(

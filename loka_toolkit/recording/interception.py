@@ -15,6 +15,8 @@ from torch.utils.flop_counter import flop_registry
 
 from loka_toolkit.artifacts.sites import Role, SiteKey
 from loka_toolkit.recording.layers import StepRecord
+from loka_toolkit.recording.logits import read_logits
+from loka_toolkit.recording.loss import CapturedLoss
 from loka_toolkit.recording.modules import ModelNames, ModuleTracker
 from loka_toolkit.recording.observer import Observer
 from loka_toolkit.recording.products import (
@@ -74,12 +76,23 @@ _OTHER_PRODUCTS: dict[Any, Callable[..., float]] = {
     aten.mkldnn_rnn_layer_backward: lambda *_: 0.0,
     aten._cudnn_rnn: lambda *_: 0.0,
     aten._cudnn_rnn_backward: lambda *_: 0.0,
+    # Two products forward, five backward.
+    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_: (
+        4.0 * q.numel() * k.shape[-2]
+    ),
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, *_: (
+        10.0 * q.numel() * k.shape[-2]
+    ),
     aten._grouped_mm: lambda a, b, *_: 2.0 * a.numel() * b.shape[-1],
 }
 """Work that is no site yet; FLOPs where they are cheap to tell, else 0: the reason still counts."""
 
 
-class Interception(TorchDispatchMode):  # type: ignore[misc]
+_LARGEST_LOGITS = 1 << 20
+"""Inputs of sigmoids up to this size are kept for the step: one of them may be the logits."""
+
+
+class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """One recorded step, from the end of the previous one to its own end.
 
     Args:
@@ -103,7 +116,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         said_loss_scale: float | None,
         report: Callable[[Exception], None],
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._names = names
         self._observer = observer
         self._record = record
@@ -123,21 +136,27 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         self._skip_reason: str | None = None
         self._saw_backward = False
         self._has_gradients = True
+        self._is_looking = True
+        self._sigmoid_inputs: dict[int, torch.Tensor] = {}
         self.is_enabled = True
 
     def install(self) -> None:
         """Place hooks and begin to intercept."""
         self._tracker.install()
-        self.__enter__()
+        self.__enter__()  # type: ignore[no-untyped-call]
 
     def remove(self) -> bool:
-        """Remove the hooks and stop intercepting; False if another mode stands above this one."""
+        """Remove the hooks and stop intercepting.
+
+        Returns:
+            False if another mode stands above this one; try again once it is gone.
+        """
         self.is_enabled = False
         self._tracker.remove()
         stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
         if not stack or stack[-1] is not self:
             return False
-        self.__exit__(None, None, None)
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return True
 
     def __torch_dispatch__(
@@ -149,13 +168,31 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     ) -> Any:
         """Run the operator, then look at what it did; what it raises passes through untouched."""
         kwargs = kwargs or {}
-        if not self.is_enabled or not isinstance(func, torch._ops.OpOverload):
+        if not (self.is_enabled and self._is_looking) or not isinstance(
+            func, torch._ops.OpOverload
+        ):
             return func(*args, **kwargs)
         # The number of the node that autograd made for this operator, if it made one.
         sequence = int(torch._C._autograd._get_sequence_nr()) - 1
         out = func(*args, **kwargs)
         self._guarded(lambda: self._look(func, args, kwargs, out, sequence))
         return out
+
+    def on_loss(self, loss: CapturedLoss) -> None:
+        """Take note of the loss that is about to be differentiated; only the first one counts."""
+        if self._record.loss is not None:
+            return
+        self._record.loss = loss
+        if not loss.saturated:
+            return
+        logit = None
+        if loss.prediction is not None:
+            logit = self._sigmoid_inputs.get(self._registry.name(loss.prediction))
+        self._is_looking = False
+        try:
+            self._record.logits_reason = read_logits(self._record, loss, logit)
+        finally:
+            self._is_looking = True
 
     def _guarded(self, look: Callable[[], None]) -> None:
         """Run our own work so that it leaves no trace in autograd, and raises nothing."""
@@ -187,8 +224,10 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
             self._on_norm(self._tracker.current, args[0], result, str(func))
         if packet in _COPIES:
             self._parameters.follow(args[0], out)
-        if torch._C._current_autograd_node() is None:
+        if _backward_node() is None:
             self._trails.follow(func, args, out)
+            if packet is aten.sigmoid and args[0].numel() <= _LARGEST_LOGITS:
+                self._sigmoid_inputs[self._registry.name(out)] = args[0].detach().clone()
             if packet in _ACTIVATIONS:
                 self._pass_on_output(args[0], out)
 
@@ -204,7 +243,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         if product.out.numel() == 0 or product.a.shape[-1] == 0:
             self._unseen("empty product", 0.0)
             return
-        node = torch._C._current_autograd_node()
+        node = _backward_node()
         if node is None:
             self._on_forward(product, sequence)
         elif self._has_gradients and not self._is_gradient(product, int(node._sequence_nr())):
@@ -216,14 +255,14 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     def _is_gradient(self, product: Product, sequence: int) -> bool:
         """Whether a product inside of backward, with gradients on, belongs to ``create_graph``."""
         layer = self._record.by_sequence.get(sequence)
-        return not self._tracker.is_running and layer is not None and bool(
-            gradients_of_shape(layer.forward, product.a.shape, product.b.shape)
+        return (
+            not self._tracker.is_running
+            and layer is not None
+            and bool(gradients_of_shape(layer.forward, product.a.shape, product.b.shape))
         )
 
     def _on_forward(self, product: Product, sequence: int) -> None:
-        has_node = self._has_gradients and (
-            product.a.requires_grad or product.b.requires_grad
-        )
+        has_node = self._has_gradients and (product.a.requires_grad or product.b.requires_grad)
         reason = self._skip_reason
         if reason is None and not self._is_in_root:
             if not self._has_gradients:
@@ -272,7 +311,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     def _on_recompute(self, product: Product, sequence: int) -> None:
         """Activation checkpointing runs a forward again: its backward may hang on this one."""
         self._unseen("recompute: activation checkpointing", product.flops)
-        side, weight = self._parameter_of(product)
+        _, weight = self._parameter_of(product)
         fqn = self._tracker.module_of_product(weight)
         for layer in self._record.layers:
             forward = layer.forward
@@ -374,7 +413,7 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
     # Modules
 
     def _on_root(self, begins: bool, inputs: tuple[Any, ...]) -> None:
-        if torch._C._current_autograd_node() is not None:
+        if _backward_node() is not None:
             return  # recomputed inside of backward
         if not begins:
             self._is_in_root = False
@@ -391,10 +430,8 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
         self._tracker.reset_calls()
         self._input_size = _leading_size(inputs)
 
-    def _on_norm(
-        self, fqn: str, x: torch.Tensor, y: torch.Tensor, op: str | None = None
-    ) -> None:
-        if torch._C._current_autograd_node() is not None or self._skip_reason is not None:
+    def _on_norm(self, fqn: str, x: torch.Tensor, y: torch.Tensor, op: str | None = None) -> None:
+        if _backward_node() is not None or self._skip_reason is not None:
             return
         if not self._has_gradients and not self._is_in_root:
             return
@@ -421,6 +458,11 @@ class Interception(TorchDispatchMode):  # type: ignore[misc]
             self._outputs[name] = (known[0], known[1] + 1)
 
 
+def _backward_node() -> Any:
+    """Return the autograd node whose backward is running, or None outside of backward."""
+    return torch._C._current_autograd_node()
+
+
 @contextlib.contextmanager
 def _out_of_the_way() -> Iterator[None]:
     """Compute without other modes, gradients or autocast."""
@@ -437,7 +479,9 @@ def _out_of_the_way() -> Iterator[None]:
 
 def _leading_size(inputs: tuple[Any, ...]) -> int | None:
     """Return the most common first dimension of a model's inputs."""
-    sizes = [leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    sizes = [
+        leaf.shape[0]
+        for leaf in tree_leaves(inputs)
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+    ]
     return max(sorted(set(sizes)), key=sizes.count) if sizes else None
-
-

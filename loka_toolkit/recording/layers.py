@@ -76,6 +76,7 @@ class Layer:
         has_broadcast_weight: Whether one parameter serves several products of the batch.
         forward_errors: Errors of the forward site; None if no recipe applies.
         gradient_rows: Gradient of the output at the sampled rows, float32 [rows, n].
+        logit_rows: Derivative of the examples' logits likewise; only on steps with saturated ones.
         matched: Gradients matched so far.
         roles: Their roles.
         sequence: Autograd sequence number, or None.
@@ -95,16 +96,24 @@ class Layer:
     has_broadcast_weight: bool
     forward_errors: SiteErrors | None = None
     gradient_rows: torch.Tensor | None = None
+    logit_rows: torch.Tensor | None = None
     matched: set[str] = dataclasses.field(default_factory=set)
     roles: set[Role] = dataclasses.field(default_factory=set)
     sequence: int | None = None
     was_passed_twice: bool = False
 
+    def sampled_rows_of(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Return the sampled rows of a gradient of the output as aten saw it, float32 [rows, n]."""
+        tokens = gradient.mT if self.forward.parameter_side == "a" else gradient
+        flat = tokens.reshape(-1, tokens.shape[-1])
+        rows = self.sampled.flat(self.products, self.rows).to(flat.device)
+        return flat[rows].to(torch.float32, copy=True)
+
     @property
     def gradient_site(self) -> SiteKey:
         """The site under which the gradient of the output is recorded: the first of two."""
-        of_activation = [r for r in (Role.DGRAD, Role.GRAD_A) if r in self.roles]
-        return self.site((of_activation or sorted(self.roles))[0])
+        order = (Role.DGRAD, Role.GRAD_A, Role.WGRAD, Role.GRAD_B)
+        return self.site(next(role for role in order if role in self.roles))
 
     def site(self, role: Role) -> SiteKey:
         """Return the key of one of the layer's sites."""
@@ -143,6 +152,7 @@ class StepRecord:
         site_errors: Errors of gradient sites.
         operands: Operand statistics.
         loss: Captured loss, or None.
+        logits_reason: Why the logits of saturated examples could not be read; None if they were.
         norm_after: FQN of the norm that a forward site feeds.
         flops_seen: FLOPs of recorded products.
         flops_unseen: FLOPs of others, by reason.
@@ -159,6 +169,7 @@ class StepRecord:
     site_errors: list[SiteErrors] = dataclasses.field(default_factory=list)
     operands: list[OperandSample] = dataclasses.field(default_factory=list)
     loss: CapturedLoss | None = None
+    logits_reason: str | None = None
     norm_after: dict[SiteKey, str] = dataclasses.field(default_factory=dict)
     flops_seen: float = 0.0
     flops_unseen: defaultdict[str, float] = dataclasses.field(

@@ -19,6 +19,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 PRODUCT_NODES = frozenset(
     {"AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"}
 )
+VANISHING_SLOPE = 1e-30
+"""A slope below this is one that float32 gradients cannot carry: the example is saturated."""
+
 _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 
@@ -40,6 +43,12 @@ class CapturedLoss:
         curvature: Second derivative, likewise.
         is_log_loss: Whether the prediction is a logit.
         multiplier: Gradient that reached the node, known once backward ran.
+        loss_node: The node, until :meth:`release`.
+        prediction: The loss's input, until :meth:`release`.
+        target: Target of every term, float64 [terms], of a binary log loss.
+        weights: Weight of every term, likewise.
+        from_logits: Whether the node's input is the logit and not the probability.
+        saturated: Terms of a log loss whose gradient vanishes in the training dtype.
         bypassing: Sequence numbers of products that reach the total other than through the node.
     """
 
@@ -56,6 +65,16 @@ class CapturedLoss:
     is_log_loss: bool = False
     multiplier: torch.Tensor | None = None
     bypassing: frozenset[int] = frozenset()
+    loss_node: Any = None
+    prediction: torch.Tensor | None = None
+    target: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    from_logits: bool = False
+    saturated: int = 0
+
+    def release(self) -> None:
+        """Let go of the graph."""
+        self.loss_node = self.prediction = None
 
     @property
     def uniform_multiplier(self) -> float | None:
@@ -140,8 +159,10 @@ def _binary_log_loss(node: Any, captured: CapturedLoss) -> None:
     # The probability in the training dtype is what the gradient was computed from.
     p, y = probability.to(torch.float64).reshape(-1), target.to(torch.float64).reshape(-1)
     _describe(captured, target)
-    loss = functional.binary_cross_entropy_with_logits if from_logits else (
-        functional.binary_cross_entropy
+    loss = (
+        functional.binary_cross_entropy_with_logits
+        if from_logits
+        else (functional.binary_cross_entropy)
     )
     captured.data_loss = float(loss(prediction.to(torch.float64), target.to(torch.float64)))
     weights = torch.ones_like(p)
@@ -153,7 +174,11 @@ def _binary_log_loss(node: Any, captured: CapturedLoss) -> None:
         positive = pos_weight.detach().to(torch.float64).expand(target.shape).reshape(-1)
         weights = weights * torch.where(y == 1, positive, 1.0)
     captured.is_log_loss = True
+    captured.from_logits = from_logits
+    captured.loss_node, captured.prediction = node, prediction
+    captured.target, captured.weights = y, weights
     captured.slope = weights * (p - y)
+    captured.saturated = int((captured.slope.abs() <= VANISHING_SLOPE).sum())
     captured.curvature = weights * p * (1 - p)
 
 
@@ -168,10 +193,11 @@ def _squared_error(node: Any, captured: CapturedLoss) -> None:
 
 def _log_softmax_loss(node: Any, captured: CapturedLoss) -> None:
     log_probability, target = node._saved_self.detach(), node._saved_target.detach()
+    if target.ndim == 0:
+        log_probability, target = log_probability.unsqueeze(0), target.unsqueeze(0)
     _describe(captured, target)
-    ignored = int(node._saved_ignore_index)
-    ignored_terms = int((target == ignored).sum())
-    classes = log_probability.shape[1] if log_probability.ndim > 1 else 1
+    ignored_terms = int(_is_ignored(node, target).sum())
+    classes = log_probability.shape[1]
     if target.ndim == 1 and classes == target.shape[0]:
         captured.is_separable = False
         captured.reason = (
@@ -180,9 +206,16 @@ def _log_softmax_loss(node: Any, captured: CapturedLoss) -> None:
         )
     elif node._saved_weight is not None or ignored_terms:
         captured.reason = "classes are weighted or ignored, so examples do not count equally"
-    captured.data_loss = float(
-        functional.nll_loss(log_probability.to(torch.float64), target, ignore_index=ignored)
-    )
+    chosen = log_probability.to(torch.float64).gather(1, target.clamp(min=0).unsqueeze(1))
+    terms = chosen.squeeze(1)[~_is_ignored(node, target)]
+    captured.data_loss = -float(terms.mean()) if terms.numel() else None
+
+
+def _is_ignored(node: Any, target: torch.Tensor) -> torch.Tensor:
+    try:
+        return target == int(node._saved_ignore_index)
+    except ValueError:  # PyTorch cannot hand out a negative one, such as the default -100
+        return target < 0
 
 
 def _other(node: Any, captured: CapturedLoss) -> None:
@@ -240,7 +273,7 @@ class BackwardWatch:
             original(tensors, *args, **kwargs)
 
         self._original, self._replacement = original, backward
-        torch.autograd.backward = backward  # type: ignore[assignment]
+        torch.autograd.backward = backward
 
     def remove(self) -> None:
         """Restore it, and remove the hooks placed in the graph."""
@@ -254,6 +287,8 @@ class BackwardWatch:
     def _look(self, tensors: Any) -> None:
         try:
             with torch.no_grad(), _disable_current_modes():
-                self._found(capture(tensors, self._handles.append))
+                captured = capture(tensors, self._handles.append)
+                self._found(captured)
+                captured.release()
         except Exception as error:
             self._report(error)

@@ -64,11 +64,13 @@ class Observer:
         settings: The recorder's settings.
         static: Amax of earlier sampled steps.
         module_types: Class name by module path.
+        exhaustive: Products up to which a forward site's accumulator is emulated everywhere.
     """
 
     settings: RecorderSettings
     static: StaticAmax
     module_types: dict[str, str]
+    exhaustive: int = EXHAUSTIVE_PRODUCTS
 
     def __post_init__(self) -> None:
         """Make the sampler."""
@@ -100,7 +102,7 @@ class Observer:
             leading=leading,
             products=factors.batch,
             rows=m,
-            sampled=self._sampler.forward(factors.batch, m, layout, record.step, str(key)),
+            sampled=self._sampler.forward(factors.batch, m, n, layout, record.step, str(key)),
             book=ScaleBook(self.static.of_layer(key.layer), self.settings.headroom),
             weight=weight,
             has_broadcast_weight=weight_tensor is not None
@@ -113,7 +115,7 @@ class Observer:
         sample = Sample.of(
             factors, rows=layer.sampled.rows, columns=None, batch=layer.sampled.batch
         )
-        layer.forward_errors = self._errors(key, layer, factors, sample, EXHAUSTIVE_PRODUCTS, n)
+        layer.forward_errors = self._errors(key, layer, factors, sample, self.exhaustive, n)
         record.layers.append(layer)
         record.flops_seen += product.flops
         return layer
@@ -133,9 +135,7 @@ class Observer:
         factors, gradient = gradient_factors(product, layer.forward, match)
         key = layer.site(factors.role)
         if layer.gradient_rows is None:
-            rows = layer.sampled.flat(layer.products, layer.rows).to(gradient.device)
-            flat = gradient.reshape(-1, gradient.shape[-1])
-            layer.gradient_rows = flat[rows].to(torch.float32, copy=True)
+            layer.gradient_rows = layer.sampled_rows_of(gradient)
         is_first = not layer.roles
         layer.roles.add(factors.role)
         left_is_g = factors.operands[0] is Operand.G

@@ -241,13 +241,12 @@ def gradient_factors(
 ) -> tuple[Factors, torch.Tensor]:
     """Return a backward product in canonical orientation, and the gradient of the layer's output.
 
-    The gradient is [.., T, O] for a product with a parameter and [.., M, N] for one of
-    activations: the orientation of the forward site.
+    The gradient is [.., M, N] in the orientation in which aten multiplied in forward.
     """
     left, right = product.a.detach(), product.b.detach()
     if match.transposed:
         left, right = right.mT, left.mT
-    # Now grad_a = g[M,N] b^T[N,K] and grad_b = a^T[K,M] g[M,N], in the orientation of aten's forward.
+    # Now grad_a = g[M,N] b^T[N,K] and grad_b = a^T[K,M] g[M,N], as aten's forward was oriented.
     of_a = match.of == "a"
     gradient = left if of_a else right
     if forward.parameter_side is None:
@@ -269,7 +268,7 @@ def gradient_factors(
         )
     else:
         factors = Factors(Role.DGRAD, GEMM_OPERANDS[Role.DGRAD, True], tokens, other)
-    return factors, tokens
+    return factors, gradient
 
 
 def layout_of(x: torch.Tensor) -> str:

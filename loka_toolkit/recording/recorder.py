@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -24,11 +25,9 @@ from loka_toolkit.recording.moments import RunningMoments
 from loka_toolkit.recording.observer import Observer, StaticAmax
 from loka_toolkit.recording.schedule import Schedule
 from loka_toolkit.recording.settings import RecorderSettings
-from loka_toolkit.recording.units import LossUnits, Reduction, StepFacts, resolve_units
+from loka_toolkit.recording.units import LossUnits, StepFacts, resolve_units, understand_step
+from loka_toolkit.recording.verification import ImpactCheck, LossClosure, verify_impact
 from loka_toolkit.recording.writer import TraceWriter
-
-
-_T = TypeVar("_T")
 
 
 class Recorder:
@@ -66,6 +65,7 @@ class Recorder:
         self._watch: BackwardWatch | None = None
         self._record: StepRecord | None = None
         self._last_said = StepFacts()
+        self._left_standing: list[Interception] = []
 
     @property
     def path(self) -> Path:
@@ -123,8 +123,10 @@ class Recorder:
         loss_scale: float | None = None,
         reduction: str | None = None,
     ) -> None:
-        """Tell that an optimizer step is done. Every argument is optional; what is not given is
-        read off the autograd graph where the loss is of a known kind.
+        """Tell that an optimizer step is done.
+
+        Every argument is optional: what is not given is read off the autograd graph where the loss
+        is of a known kind.
 
         Args:
             loss: The loss, in the units of the training script.
@@ -140,7 +142,15 @@ class Recorder:
         record = self._record
         try:
             if record is not None:
-                said = self._understood(loss, examples, loss_scale, reduction)
+                said = understand_step(
+                    loss,
+                    examples,
+                    loss_scale,
+                    reduction,
+                    lambda message: self._events.add(
+                        "bad-argument", message, self._step, warn=True
+                    ),
+                )
             self._stop_watching()
             if record is not None:
                 start = time.perf_counter()
@@ -150,13 +160,39 @@ class Recorder:
         self._step += 1
         self._safely(self._begin_step)
 
+    def verify(
+        self, loss_closure: LossClosure, inputs: Sequence[torch.Tensor], **options: Any
+    ) -> list[ImpactCheck]:
+        """Check impact against float64 differences, between two steps; see :func:`verify_impact`.
+
+        A disagreement is an event of the trace.
+
+        Raises:
+            ConfigurationError: As :func:`verify_impact`.
+        """
+        self._safely(self._stop_watching)
+        try:
+            checks = verify_impact(self._model, loss_closure, inputs, **options)
+        finally:
+            if self._is_open:
+                self._safely(self._begin_step)
+        for check in checks:
+            if not check.agrees:
+                self._events.add(
+                    "impact-not-verified",
+                    f"impact of {check.site} under {check.recipe}: predicted {check.predicted:.3g}, "
+                    f"measured {check.measured:.3g}",
+                    self._step,
+                    warn=True,
+                )
+        return checks
+
     # One step
 
     def _begin_step(self) -> None:
         if self._is_disabled or not self._settings.schedule.is_active(self._step):
             return
         record = StepRecord(step=self._step)
-        watch = BackwardWatch(lambda loss: _keep_first(record, loss), self._fail)
         interception = Interception(
             self._model,
             self._names,
@@ -166,6 +202,7 @@ class Recorder:
             said_loss_scale=self._last_said.loss_scale,
             report=self._fail,
         )
+        watch = BackwardWatch(interception.on_loss, self._fail)
         self._record, self._watch, self._interception = record, watch, interception
         watch.install()
         interception.install()
@@ -175,11 +212,14 @@ class Recorder:
         self._watch = self._interception = self._record = None
         if watch is not None:
             watch.remove()
+        while self._left_standing and self._left_standing[-1].remove():
+            self._left_standing.pop()
         if interception is not None and not interception.remove():
+            self._left_standing.append(interception)
             self._events.add(
                 "mode-not-removed",
                 "another TorchDispatchMode was pushed during a recorded step and still stands; the "
-                "recorder's mode stays below it, switched off",
+                "recorder's mode stays below it, switched off, until that one is gone",
                 self._step,
                 warn=True,
             )
@@ -191,6 +231,8 @@ class Recorder:
             lambda message: self._events.add("contradiction", message, record.step, warn=True),
         )
         self._last_said = said
+        if units.saturated:
+            self._note_saturation(record, units)
         status, reason = self._judge(record, units)
         rank = self._settings.rank
         if status == "recorded":
@@ -211,11 +253,23 @@ class Recorder:
         if self._writer.end_step():
             self._flush(closed=False)
 
+    def _note_saturation(self, record: StepRecord, units: LossUnits) -> None:
+        how = (
+            "their logits were followed by a backward pass of their own"
+            if record.logits_reason is None
+            else f"what an error does to them is not known: {record.logits_reason}"
+        )
+        self._events.add(
+            "saturated-examples",
+            f"the log loss of some examples is saturated, so its gradient vanishes; {how}",
+            record.step,
+        )
+
     def _judge(self, record: StepRecord, units: LossUnits) -> tuple[str, str | None]:
         if record.failures:
             return "failed", record.failures[0]
         reason = record.nonfinite
-        if units.loss is not None and not _is_finite(units.loss):
+        if units.loss is not None and not math.isfinite(units.loss):
             reason = f"the loss is {units.loss}"
         if reason is not None:
             self._events.add(
@@ -265,33 +319,6 @@ class Recorder:
             amax = sample.statistics["amax"]
             if amax is not None:
                 self._static.update(site.layer, key[1], amax, abs(scale))
-
-    # Arguments of step()
-
-    def _understood(
-        self,
-        loss: float | torch.Tensor | None,
-        examples: int | torch.Tensor | None,
-        loss_scale: float | None,
-        reduction: str | None,
-    ) -> StepFacts:
-        return StepFacts(
-            loss=self._checked("loss", loss, _as_number),
-            examples=self._checked("examples", examples, _as_examples),
-            loss_scale=self._checked("loss_scale", loss_scale, _as_scale),
-            reduction=self._checked("reduction", reduction, Reduction),
-        )
-
-    def _checked(self, name: str, value: Any, convert: Callable[[Any], _T]) -> _T | None:
-        if value is None:
-            return None
-        try:
-            return convert(value)
-        except (TypeError, ValueError, RuntimeError) as error:
-            self._events.add(
-                "bad-argument", f"step({name}=) is left out: {error}", self._step, warn=True
-            )
-            return None
 
     # Edges
 
@@ -419,36 +446,3 @@ def record(
         force=force,
     )
     return Recorder(model, settings)
-
-
-def _keep_first(record: StepRecord, loss: Any) -> None:
-    if record.loss is None:
-        record.loss = loss
-
-
-def _is_finite(value: float) -> bool:
-    return value - value == 0
-
-
-def _as_number(value: float | torch.Tensor) -> float:
-    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
-
-
-def _as_scale(value: float | torch.Tensor) -> float:
-    number = _as_number(value)
-    if not _is_finite(number) or number == 0:
-        raise ValueError(f"{number} is no finite factor")
-    return number
-
-
-def _as_examples(value: int | torch.Tensor) -> int | torch.Tensor:
-    if isinstance(value, torch.Tensor) and value.ndim:
-        if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
-            raise TypeError(f"a tensor of dtype {value.dtype} does not number examples")
-        if value.ndim != 1 or (value.numel() and int(value.min()) < 0):
-            raise ValueError("give one non-negative number per row, in one dimension")
-        return value.detach().to("cpu", torch.int64, copy=True)
-    number = int(value)
-    if number != value or number < 1:
-        raise ValueError(f"{value} is no positive number of examples")
-    return number

@@ -1,4 +1,4 @@
-"""Turns a step that counted into rows of the tables ``steps``, ``operands``, ``errors``, ``sites``."""
+"""Turns a step that counted into rows of the tables of the trace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,13 @@ import torch
 
 from loka_toolkit.artifacts.sites import Operand, Role
 from loka_toolkit.recording.gradients import noise_ratio
-from loka_toolkit.recording.impact import ExampleTerms, Impact, example_changes, impact_of
+from loka_toolkit.recording.impact import (
+    ExampleTerms,
+    Impact,
+    example_changes,
+    impact_of,
+    impact_of_moves,
+)
 from loka_toolkit.recording.layers import Layer, SiteErrors, StepRecord
 from loka_toolkit.recording.units import LossUnits
 from loka_toolkit.recording.whatif import RecipeError
@@ -61,12 +67,11 @@ def operand_rows(record: StepRecord, rank: int) -> list[dict[str, Any]]:
 
 def error_rows(record: StepRecord, rank: int, units: LossUnits) -> list[dict[str, Any]]:
     """Return the rows of the table ``errors``: forward sites first, in order."""
-    coupled = _in_batch_product(record, units)
     rows = []
     for layer in record.layers:
         if layer.forward_errors is None:
             continue
-        impacts = _forward_impacts(layer, units, coupled)
+        impacts = forward_impacts(record, layer, units)
         for error in layer.forward_errors.errors:
             impact = impacts[error.recipe.name]
             rows.append(_row(record, rank, layer.forward_errors, error, impact, None))
@@ -131,10 +136,10 @@ def _gradient_values(
     return bias, noise, None
 
 
-def _forward_impacts(layer: Layer, units: LossUnits, coupled: str | None) -> dict[str, Impact]:
-    assert layer.forward_errors is not None
-    errors = layer.forward_errors.errors
-    grouped = coupled or units.reason or _grouping(layer, units)
+def forward_impacts(record: StepRecord, layer: Layer, units: LossUnits) -> dict[str, Impact]:
+    """Return the impact of a layer's forward site, by recipe name."""
+    errors = layer.forward_errors.errors if layer.forward_errors is not None else []
+    grouped = _in_batch_product(record, units) or units.reason or _grouping(layer, units)
     if not isinstance(grouped, str):
         why = _why_not(layer, units)
         grouped = why if why is not None else grouped
@@ -171,7 +176,7 @@ def _grouping(layer: Layer, units: LossUnits) -> tuple[torch.Tensor, torch.Tenso
     if isinstance(layout, str):
         return layout
     example = (flat // layout.inner) % layout.examples
-    examples, position = example.unique(return_inverse=True)
+    examples, position = torch.unique(example, return_inverse=True)
     per_example = layout.outer * layout.inner
     if len(flat) != len(examples) * per_example:
         return (
@@ -185,7 +190,7 @@ def _ragged(
     of_row: torch.Tensor, flat: torch.Tensor, layer: Layer
 ) -> tuple[torch.Tensor, torch.Tensor] | str:
     count = int(of_row.max()) + 1
-    if not layer.sampled.is_complete and len(of_row.unique()) != len(of_row):
+    if not layer.sampled.is_complete and len(torch.unique(of_row)) != len(of_row):
         return (
             "rows were sub-sampled before it was known which of them make up an example; "
             f"record with max_rows={len(of_row)}"
@@ -203,17 +208,24 @@ def _impact(
     units: LossUnits,
 ) -> Impact:
     assert layer.gradient_rows is not None and units.divisor is not None
-    gradient = layer.gradient_rows.to(torch.float64) * (layer.alpha / units.divisor)
     total = units.examples or len(examples)
-    changes = example_changes(gradient, error.error, example_of_row, len(examples))
     known = units.slope is not None and units.curvature is not None
     terms = ExampleTerms(
         total=total,
         slope=units.slope[examples] if known and units.slope is not None else None,
         curvature=units.curvature[examples] if known and units.curvature is not None else None,
         is_log_loss=units.is_log_loss,
+        saturated=units.saturated,
     )
-    impact = impact_of(changes, terms)
+    if layer.logit_rows is not None and terms.slope is not None:
+        moved = layer.logit_rows.to(torch.float64) * layer.alpha
+        moves = example_changes(moved, error.error, example_of_row, len(examples))
+        impact = impact_of_moves(moves, terms)
+        gradient = moved * (terms.slope[example_of_row] / total).unsqueeze(1).to(moved.device)
+    else:
+        gradient = layer.gradient_rows.to(torch.float64) * (layer.alpha / units.divisor)
+        changes = example_changes(gradient, error.error, example_of_row, len(examples))
+        impact = impact_of(changes, terms)
     if error.probe_rows is None or error.probe_error is None or impact.first_order is None:
         return impact
     return _with_accumulator(impact, gradient, error, total / len(examples))
@@ -253,5 +265,3 @@ def _in_batch_product(record: StepRecord, units: LossUnits) -> str | None:
                     "is not a mean over separable examples"
                 )
     return None
-
-

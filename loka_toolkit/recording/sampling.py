@@ -13,6 +13,8 @@ GRADIENT_OUTPUTS = 1 << 14
 """Outputs of a gradient site on which errors are computed: an SQNR within 0.1 dB."""
 _SQUARE = 128
 
+_CHEAP_OUTPUTS = 1 << 15
+"""Outputs of a forward site up to which ``max_rows`` counts examples and not their rows."""
 _LEAST_EXAMPLES = 8
 """Examples sampled at least, however many rows each of them has."""
 
@@ -130,7 +132,7 @@ class Sampler:
         return np.random.default_rng((self.seed, step, zlib.crc32(name.encode())))
 
     def forward(
-        self, products: int, m: int, layout: RowLayout | None, step: int, name: str
+        self, products: int, m: int, n: int, layout: RowLayout | None, step: int, name: str
     ) -> SampledRows:
         """Return rows of a forward product: whole examples where the layout is known."""
         if products * m <= self.max_rows:
@@ -138,15 +140,16 @@ class Sampler:
         if layout is None:
             return self.rows(products, m, self.max_rows, step, name)
         per_example = layout.outer * layout.inner
-        limit = max(_LEAST_EXAMPLES, self.max_rows // per_example)
+        affordable = min(self.max_rows, _CHEAP_OUTPUTS // (per_example * n))
+        limit = max(_LEAST_EXAMPLES, self.max_rows // per_example, affordable)
         examples = _draw(self.generator(step, name), layout.examples, limit)
         if examples is None:
             return SampledRows(None, None, None)
         numbers = layout.rows_of(examples).reshape(-1)
         if layout.inner % m == 0:
-            return SampledRows((numbers // m).unique(), None, examples)
+            return SampledRows(torch.unique(numbers // m), None, examples)
         if layout.outer % products == 0:
-            return SampledRows(None, (numbers % m).unique(), examples)
+            return SampledRows(None, torch.unique(numbers % m), examples)
         return SampledRows(None, None, None)
 
     def rows(self, products: int, m: int, limit: int, step: int, name: str) -> SampledRows:

@@ -64,7 +64,7 @@ def operand_statistics(x: torch.Tensor) -> OperandStatistics:
     width = x.shape[-1]
     rows = x.detach().reshape(-1, width)
     chunk_rows = max(1, _CHUNK_ELEMENTS // width)
-    chunks = [_Chunk.of(part) for part in rows.split(chunk_rows)]
+    chunks = [_Chunk.of(part) for part in torch.split(rows, chunk_rows)]
     finite = sum(chunk.finite for chunk in chunks)
     mean = sum(chunk.total for chunk in chunks) / finite if finite else None
     variance = None
@@ -128,9 +128,7 @@ class _Chunk:
         total = float(clean.sum(dtype=torch.float64))
         centered = clean.to(torch.float64) - (total / finite if finite else 0.0)
         squares = float(torch.where(finite_mask, centered, 0.0).square_().sum())
-        smallest = (
-            float(torch.where(nonzero, magnitude, torch.inf).amin()) if nonzeros else None
-        )
+        smallest = float(torch.where(nonzero, magnitude, torch.inf).amin()) if nonzeros else None
         row_amax = magnitude.amax(-1)
         return cls(
             finite=finite,

@@ -25,7 +25,7 @@ class StorageRegistry:
         storage = x.untyped_storage()
         name = int(storage._cdata)
         if name not in self._held:
-            self._held[name] = StorageWeakRef(storage)
+            self._held[name] = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
         return name
 
 
@@ -58,9 +58,9 @@ class ParameterMap:
         for fqn, parameter in parameters.items():
             if parameter.layout is not torch.strided or parameter.numel() == 0:
                 continue
-            first = parameter.storage_offset()
+            first = int(parameter.storage_offset())
             extent = sum(
-                (size - 1) * stride
+                (int(size) - 1) * int(stride)
                 for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
             )
             place = ParameterPlace(fqn, first, first + extent + 1)

@@ -94,7 +94,7 @@ class ShapeTrails:
         return None
 
     def _key(self, x: torch.Tensor) -> _Key:
-        return self._registry.name(x), x.storage_offset(), tuple(x.shape), x.stride()
+        return self._registry.name(x), int(x.storage_offset()), tuple(x.shape), x.stride()
 
 
 def plain(shape: Sequence[int]) -> Factors:

@@ -6,6 +6,7 @@ import dataclasses
 import enum
 import math
 from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,6 +45,67 @@ class StepFacts:
         return self.examples
 
 
+_T = TypeVar("_T")
+
+
+def understand_step(
+    loss: Any,
+    examples: Any,
+    loss_scale: Any,
+    reduction: Any,
+    reject: Callable[[str], None],
+) -> StepFacts:
+    """Return the arguments of a step that make sense; the others are left out.
+
+    Args:
+        loss: See :class:`StepFacts`; numbers may be tensors.
+        examples: Likewise.
+        loss_scale: Likewise.
+        reduction: Likewise.
+        reject: Called with one sentence for every argument left out.
+    """
+
+    def checked(name: str, value: Any, convert: Callable[[Any], _T]) -> _T | None:
+        if value is None:
+            return None
+        try:
+            return convert(value)
+        except (TypeError, ValueError, RuntimeError) as error:
+            reject(f"step({name}=) is left out: {error}")
+            return None
+
+    return StepFacts(
+        loss=checked("loss", loss, _as_number),
+        examples=checked("examples", examples, _as_examples),
+        loss_scale=checked("loss_scale", loss_scale, _as_scale),
+        reduction=checked("reduction", reduction, Reduction),
+    )
+
+
+def _as_number(value: Any) -> float:
+    return float(value.detach()) if isinstance(value, torch.Tensor) else float(value)
+
+
+def _as_scale(value: Any) -> float:
+    number = _as_number(value)
+    if not math.isfinite(number) or number == 0:
+        raise ValueError(f"{number} is no finite factor")
+    return number
+
+
+def _as_examples(value: Any) -> int | torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.ndim:
+        if value.dtype.is_floating_point or value.dtype.is_complex or value.dtype == torch.bool:
+            raise TypeError(f"a tensor of dtype {value.dtype} does not number examples")
+        if value.ndim != 1 or (value.numel() and int(value.min()) < 0):
+            raise ValueError("give one non-negative number per row, in one dimension")
+        return value.detach().to("cpu", torch.int64, copy=True)
+    number = int(value)
+    if number != value or number < 1:
+        raise ValueError(f"{value} is no positive number of examples")
+    return number
+
+
 @dataclasses.dataclass(frozen=True)
 class LossUnits:
     """How gradients of the script's loss become gradients of the mean loss.
@@ -60,6 +122,7 @@ class LossUnits:
         slope: d term / d prediction of every example, float64, or None.
         curvature: Second derivative, likewise.
         is_log_loss: Whether the prediction is a logit.
+        saturated: Examples whose gradient vanishes in the training dtype.
         bypassing: Sequence numbers of products that the known loss does not cover.
         reason: Why impact cannot be computed; None if it can.
     """
@@ -75,6 +138,7 @@ class LossUnits:
     slope: torch.Tensor | None
     curvature: torch.Tensor | None
     is_log_loss: bool
+    saturated: int
     bypassing: frozenset[int]
     reason: str | None
 
@@ -130,6 +194,7 @@ def resolve_units(
         slope=slope,
         curvature=curvature,
         is_log_loss=seen is not None and seen.is_log_loss,
+        saturated=seen.saturated if seen is not None else 0,
         bypassing=seen.bypassing if seen is not None and _is_guarded(said) else frozenset(),
         reason=reason,
     )
@@ -155,8 +220,7 @@ def _reduction_and_scale(
     found = Reduction(seen.reduction) if seen.reduction else None
     if reduction is not None and found is not None and reduction is not found:
         contradiction(
-            f"step(reduction=) says {reduction} where {seen.node} has {found}; "
-            "the argument is used"
+            f"step(reduction=) says {reduction} where {seen.node} has {found}; the argument is used"
         )
         # A factor measured at the node belongs to the node's own reduction.
         return reduction, 1.0 if loss_scale is None else loss_scale, None

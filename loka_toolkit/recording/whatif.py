@@ -3,8 +3,9 @@
 Scales come from the full tensors; only output rows and columns are sub-sampled. Errors with an
 exact accumulator are computed on every sampled element. An inexact accumulator is emulated product
 by product, some 25 times as costly, so where the sample is large its additional error is measured
-on evenly spaced *probe* rows and the figures are corrected by it: sums by a difference estimator,
-error metrics by the ratio on the probe rows.
+on evenly spaced *probe* rows and the figures are corrected by it: error metrics by the ratio on the
+probe rows, sums by a regression estimator (Cochran, Sampling Techniques, 1977, chapter 7), which
+takes the additional error as proportional to the product and adds the mean residual.
 """
 
 from __future__ import annotations
@@ -14,10 +15,15 @@ import dataclasses
 import torch
 
 from loka_toolkit.artifacts.sites import Operand
-from loka_toolkit.numerics.casting import CastEvents, cast, cast_events
 from loka_toolkit.numerics.accumulation import accumulate
+from loka_toolkit.numerics.casting import CastEvents, cast, cast_events
 from loka_toolkit.numerics.formats import FloatFormat
-from loka_toolkit.numerics.metrics import SQNR_CEILING_DB, SQNR_FLOOR_DB, ProductError, product_error
+from loka_toolkit.numerics.metrics import (
+    SQNR_CEILING_DB,
+    SQNR_FLOOR_DB,
+    ProductError,
+    product_error,
+)
 from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling
 from loka_toolkit.numerics.scaling import decode_scale, finite_amax
 from loka_toolkit.recording.products import Factors
@@ -101,9 +107,12 @@ class RecipeError:
 
     Attributes:
         recipe: The recipe.
-        error: Emulated minus exact, float32 [rows, n], with an exact accumulator.
-        probe_rows: Rows of ``error`` on which the accumulator was emulated; None if it is exact.
-        probe_error: What the accumulator adds there, float32 [len(probe_rows), n].
+        error: Emulated minus exact, float32 [rows, n]; where there are probe rows, with the
+            accumulator's error as predicted from these.
+        probe_rows: Rows of ``error`` on which the accumulator was emulated; None if on all of them
+            or if it is exact.
+        probe_error: What the true error there exceeds the predicted by, float32
+            [len(probe_rows), n].
         metrics: Error metrics, the accumulator included.
         scales: Decode scales from the full tensors.
     """
@@ -242,8 +251,12 @@ def recipe_errors(
         corrected = _corrected(
             metrics, product_error(exact, exact + without), product_error(exact, exact + total)
         )
-        added = (total - without).float()
-        found.append(RecipeError(recipe, rows.float(), probe.flat, added, corrected, scales))
+        # Truncation shrinks a product in proportion to it; what is left varies little by row.
+        energy = float(exact.square().sum())
+        shrinkage = float(((total - without) * exact).sum()) / energy if energy else 0.0
+        predicted = rows + shrinkage * _as_rows(sample.exact)
+        rest = (total - predicted[probe.flat]).float()
+        found.append(RecipeError(recipe, predicted.float(), probe.flat, rest, corrected, scales))
     return found
 
 
@@ -342,7 +355,9 @@ def _corrected(
     """Scale the metrics of all rows by what the accumulator changed on the probe rows."""
 
     def corrected(name: str, *, in_db: bool) -> float | None:
-        whole = getattr(all_rows, name)
+        whole: float | None = getattr(all_rows, name)
+        low: float | None
+        high: float | None
         low, high = getattr(without, name), getattr(with_accumulator, name)
         if whole is None or low is None or high is None:
             return high if whole is None else whole

@@ -64,7 +64,9 @@ class TraceWriter:
         self._config = config
         path = self._settings.path
         if path.exists() and not path.is_dir():
-            raise ArtifactExistsError(f"{path} is a file; a trace is a directory: name another path")
+            raise ArtifactExistsError(
+                f"{path} is a file; a trace is a directory: name another path"
+            )
         try:
             mine = self._own_files(path)
             if mine and not self._settings.force:
@@ -102,7 +104,8 @@ class TraceWriter:
         """
         first = self._parts
         wrote = False
-        for table in (SITES, STEPS, OPERANDS, ERRORS):
+        # Steps come last: a step that has a row there has all of its rows.
+        for table in (SITES, OPERANDS, ERRORS, STEPS):
             rows = self._rows[table.name]
             if rows:
                 self._write(table, rows, first)

@@ -16,7 +16,12 @@ from loka_toolkit.artifacts.dispatch_table import Miss, MissReason
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.dispatch import install, uninstall
 from loka_toolkit.dispatch.runtime import RoutedLinear
-from loka_toolkit.errors import TableError, TableMismatchError, TableRefusedError
+from loka_toolkit.errors import (
+    TableError,
+    TableMismatchError,
+    TableRefusedError,
+    UnknownNameError,
+)
 
 ROLES = (Role.FWD, Role.DGRAD, Role.WGRAD)
 
@@ -101,6 +106,20 @@ def test_uninstall_restores_class_and_behavior(made):
     install(model, made.full_table(model))
     uninstall(model)
     assert [type(m) for m in model.modules()] == before
+
+
+def test_a_paused_installation_runs_the_original_precision_uncounted(made):
+    model, plain = tower(), tower()
+    x = torch.randn(39, 13)
+    with install(model, made.full_table(model)) as installation:
+        routed = model(x)
+        counts = installation.counts()
+        with installation.paused():
+            assert torch.equal(model(x), plain(x))
+        with pytest.raises(ZeroDivisionError), installation.paused():
+            raise ZeroDivisionError
+        assert installation.counts() == counts
+        assert torch.equal(model(x), routed) and not torch.equal(routed, plain(x))
 
 
 def test_parameters_keys_tying_hooks_and_optimizer_state_stay(made):
@@ -334,6 +353,37 @@ def test_what_cannot_be_replaced_is_a_miss_with_its_reason(made):
     assert missed["not-replaceable"] == {"fwd": 3} and missed["kernel-absent"] == {"fwd": 2}
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason", "detail"),
+    [
+        ({"role": "grad_a"}, MissReason.NOT_REPLACEABLE, "no product of nn.Linear"),
+        ({"batch": 2}, MissReason.NOT_REPLACEABLE, "batch of 2"),
+        ({"scale_policy": "static"}, MissReason.INSUFFICIENT, "None and None must be finite"),
+        (
+            {"scale_policy": "static", "scale_a": 1.0, "scale_b": 0.0},
+            MissReason.INSUFFICIENT,
+            "1.0 and 0.0 must be finite and positive",
+        ),
+    ],
+)
+def test_an_entry_that_cannot_run_is_a_miss(made, changes, reason, detail):
+    model = nn.Sequential(nn.Linear(16, 16))
+    entry = msgspec.structs.replace(made.entry("0", model[0], Role.FWD), **changes)
+    with install(model, made.table_of(entry)) as handle:
+        (site,) = handle.sites()
+        assert site.reason is reason and detail in site.detail
+        assert type(model[0]) is nn.Linear
+
+
+def test_names_that_do_not_exist_are_errors(made):
+    model = nn.Sequential(nn.Linear(16, 16))
+    entry = msgspec.structs.replace(made.entry("0", model[0], Role.FWD), role="fwdd")
+    with pytest.raises(TableMismatchError, match="unknown role 'fwdd'; did you mean 'fwd'"):
+        install(model, made.table_of(entry))
+    with pytest.raises(UnknownNameError, match="unknown dtype 'float23'; did you mean 'float32'"):
+        install(model, made.table_of(made.entry("0", model[0], Role.FWD, dtype="float23")))
+
+
 def test_a_module_with_two_names_takes_an_entry_under_either(made):
     shared = nn.Linear(16, 16)
     model = nn.ModuleDict({"one": shared, "other": shared})
@@ -394,18 +444,3 @@ def test_an_exception_inside_uninstalls(made):
     with pytest.raises(ZeroDivisionError), install(model, made.full_table(model)):
         raise ZeroDivisionError
     assert type(model.inner) is nn.Linear
-
-
-@pytest.mark.gpu
-def test_unmeasured_entries_on_a_gpu_need_permission(made):
-    from loka_toolkit.environment import chip_of
-
-    model = tower().cuda()
-    table = made.full_table(model, numerics="none")
-    validators = tuple(
-        msgspec.structs.replace(v, expected=chip_of()) if v.name == "chip" else v
-        for v in table.validators
-    )
-    table = msgspec.structs.replace(table, chip=chip_of(), validators=validators)
-    with pytest.raises(TableRefusedError, match="allow_unmeasured=True"):
-        install(model, table)

@@ -318,5 +318,35 @@ def test_later_flushes_win_and_ranks_are_pooled(writer: Any) -> None:
 def test_a_trace_without_moments_is_refused_with_the_next_step(writer: Any) -> None:
     writer.linear("a", 32, 16, 8)
     writer.moments.clear()
-    with pytest.raises(ReplayError, match="holds no moments.*record again"):
+    with pytest.raises(ReplayError, match=r"holds no moments.*record again"):
         MomentsOfTrace(writer.write())
+
+
+def test_gradients_are_drawn_at_the_last_loss_scale(writer: Any) -> None:
+    """Moments of g are relative to the loss scale, its statistics are as training saw them."""
+    writer.linear("a", 64, 16, 8)
+    unscaled = MomentsOfTrace(writer.write())
+    g, x = (row for row in writer.operands if row["operand"] in "gx" and row["step"] == 0)
+    g, x = (g, x) if g["operand"] == "g" else (x, g)
+    writer.operands.append(g | {"step": 5})
+    for row, scale in zip((g, writer.operands[-1]), (256.0, 1024.0), strict=True):
+        row.update({name: row[name] * scale for name in ("mean", "amax", "smallest_nonzero")})
+        row["variance"] *= scale**2
+        writer.step(row["step"], scale)
+    trace = writer.write()
+    scaled = MomentsOfTrace(trace)
+    for operand, factor in ((Operand.G, 1024.0), (Operand.X, 1.0)):
+        width = 8 if operand is Operand.G else 16
+        amax, before = (m.amax("a#0", operand) for m in (scaled, unscaled))
+        assert amax is not None and before is not None
+        assert amax == pytest.approx(factor * before)
+        tensor, was = (m.tensor("a#0", operand) for m in (scaled, unscaled))
+        assert tensor is not None and was is not None
+        assert tensor.variance == pytest.approx(factor**2 * was.variance)
+        found, then = (m.features("a#0", operand, width) for m in (scaled, unscaled))
+        assert found is not None and then is not None
+        np.testing.assert_allclose(found.covariance, factor**2 * then.covariance)
+        np.testing.assert_allclose(found.row_norm_quantiles, factor * then.row_norm_quantiles)
+    workload = workloads_of(trace).workloads[1]
+    drawn = [InputDrawer(m, CPU, 0).draw(workload, 0).a for m in (scaled, unscaled)]
+    torch.testing.assert_close(drawn[0], 1024 * drawn[1], rtol=1e-4, atol=0)

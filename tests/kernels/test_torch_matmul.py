@@ -56,6 +56,26 @@ def test_the_users_setting_is_restored(setting: str) -> None:
     assert torch.get_float32_matmul_precision() == setting
 
 
+@pytest.mark.parametrize(("name", "cuda"), [("fp32", "ieee"), ("tf32", "tf32"), ("bf16", "ieee")])
+@pytest.mark.usefixtures("matmul_precision")
+def test_backends_are_told_the_precision_while_it_multiplies(
+    name: str, cuda: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU, or a CPU with BF16 tiles, would read; most CPUs ignore it."""
+    seen = []
+    multiply = torch.matmul
+
+    def watched(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        backends = torch.backends.cuda.matmul, torch.backends.mkldnn.matmul
+        seen.append(tuple(backend.fp32_precision for backend in backends))
+        return multiply(a, b)
+
+    torch.set_float32_matmul_precision("medium")
+    monkeypatch.setattr(torch, "matmul", watched)
+    product(f"torch.matmul/{name}", torch.ones(2, 3), torch.ones(3, 2))
+    assert seen == [(cuda, "ieee")]
+
+
 def test_autocast_does_not_change_what_is_computed() -> None:
     a, b = torch.randn(8, 8), torch.randn(8, 8)
     plain = product("torch.matmul/fp32", a, b)

@@ -40,8 +40,8 @@ def scaled_mm(recipe: str) -> TorchScaledMM:
         ("e4m3/tensorwise/fp32", H200, torch.float32, 1, "promoted-128"),
         ("e4m3/tensorwise/fast", A100, torch.bfloat16, 1, "8.9 and A100 has 8.0"),
         ("e5m2/tensorwise/fast", H200, torch.bfloat16, 1, "one factor must be e4m3"),
-        ("e4m3/rowwise/fast", L40, torch.bfloat16, 1, "9.0 and L40 has 8.9"),
-        ("e4m3/rowwise/fast", H200, torch.float32, 1, "writes torch.bfloat16"),
+        ("e4m3/rowwise/fast", L40, torch.bfloat16, 1, None),
+        ("e4m3/rowwise/fast", L40, torch.float32, 1, "9.0 only and L40 has 8.9"),
         ("e4m3/tensorwise/fast", H200, torch.bfloat16, 8, "batch of 8"),
         ("e4m3/tensorwise/fp32", CPU, torch.float64, 1, "does not write torch.float64"),
     ],
@@ -54,6 +54,20 @@ def test_support_is_told_from_chip_data_alone(
         assert reason is None
     else:
         assert reason is not None and expected in reason
+
+
+@pytest.mark.parametrize(
+    ("cuda", "refused"), [("12.8", True), ("12.9", False), ("13.0", False), (None, False)]
+)
+def test_rowwise_float32_output_depends_on_the_cuda_version(
+    cuda: str | None, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without CUDA in this torch, the target is assumed to have today's wheels."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    problem = Problem(Role.FWD, 1, 64, 16, 32, torch.float32)
+    reason = scaled_mm("e4m3/rowwise/fast").supports(problem, H200)
+    assert (reason is not None and "built for 12.8" in reason) is refused
+    assert scaled_mm("e4m3/tensorwise/fast").supports(problem, H200) is None
 
 
 @pytest.mark.parametrize("candidate", ON_CPU, ids=lambda c: c.name)

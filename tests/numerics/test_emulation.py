@@ -83,6 +83,7 @@ def test_heavy_tailed_elements_keep_the_floor_and_raw_counts_break_it(
     )
     lost = emulate(embedding, b, parse_recipe("e4m3/tensorwise/fp32"), scale_a=scale)
     assert (lost == 0).all()
+    assert sqnr_db(a, b, "e4m3/tensorwise/fp32") > 25  # and the whole tensor looks healthy
 
 
 @EVERY_RECIPE
@@ -178,3 +179,5 @@ def test_two_tiny_scales_do_not_vanish_before_the_product_meets_them() -> None:
     expected = torch.tensor([[5.0] * 3, [5e-5] * 3])
     torch.testing.assert_close(scaled_back(product, tiny, huge), expected)
     torch.testing.assert_close(scaled_back(product * 1e30, tiny, tiny), product * 1e-30)
+    large = torch.tensor(1e25)  # product * large leaves float32, product * large * small does not
+    torch.testing.assert_close(scaled_back(product * 1e20, large, 1 / large), product * 1e20)

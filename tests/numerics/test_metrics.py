@@ -147,13 +147,14 @@ def test_more_elements_than_torch_quantile_takes() -> None:
     count = 2**24 + 5
     with pytest.raises(RuntimeError, match="too large"):
         torch.quantile(torch.zeros(count), 0.5)
-    reference = torch.ones(count, 1, dtype=torch.float32)
+    reference = torch.ones(1, count)
     approximation = reference.clone()
-    approximation[: count // 2] = 2.0
+    approximation[:, : count // 2] = 2.0
     got = product_error(reference, approximation)
     assert got.element_error_median == 0.0  # one exact element more than half
     assert got.element_error_mean == pytest.approx(0.5, abs=1e-6)
-    assert got.row_sqnr_db_p05 == 0.0
+    rows = product_error(torch.ones(2**18, 1), torch.full((2**18, 1), 1.1, dtype=torch.float64))
+    assert rows.row_sqnr_db_p05 == pytest.approx(20.0)
 
 
 def test_float32_inputs_are_compared_in_float64() -> None:
