@@ -10,9 +10,16 @@ from loka_toolkit.analysis.observations import BoolArray, IntArray, Observations
 from loka_toolkit.artifacts.safety_map import Criterion
 from loka_toolkit.numerics.posterior import FloatArray, Statistics
 
-RESOLUTION_DB = 0.05
+RESOLUTION_DB = {
+    Criterion.SQNR: 0.05,
+    Criterion.ROW_SQNR: 0.05,
+    Criterion.UNDERFLOW: 0.5,
+    Criterion.SATURATION: 0.5,
+}
 """No cell is taken to vary less than this from step to step: an error is computed on a sample of
-rows and columns, and a variance of exactly zero has no likelihood. It moves no verdict."""
+rows and columns, and a variance of exactly zero has no likelihood. Half a decibel is 12 % of a
+share. Of shares, where most cells often show none at all, a finer resolution makes those cells a
+spike to which every group is drawn, with as many modes as there are groups."""
 
 OUTLYING_DB = 3.0
 """A step is never set aside for deviating less than this: half or double the error's power."""
@@ -63,7 +70,7 @@ def gather(observed: Observations) -> Evidence:
         broken |= breaking
         outlying[criterion] = apart.sum(axis=1)
         kept = Statistics.of(np.where(apart, np.nan, values))
-        statistics[criterion] = discounted(kept, discount)
+        statistics[criterion] = discounted(kept, discount, RESOLUTION_DB[criterion])
     trials = observed.seen.sum(axis=1)
     return Evidence(
         statistics=statistics,
@@ -106,19 +113,22 @@ def outlying_steps(values: FloatArray, limit: float) -> tuple[BoolArray, BoolArr
     return apart, breaking
 
 
-def discounted(statistics: Statistics, discount: FloatArray) -> Statistics:
-    """Scale counts to whole effective steps and floor the variance at the resolution."""
+def discounted(statistics: Statistics, discount: FloatArray, resolution_db: float) -> Statistics:
+    """Scale counts to whole effective steps and floor squares at the resolution.
+
+    The floor is one ``resolution_db ** 2`` per step, also of the only one: values are known no
+    better than that, and a likelihood without it grows beyond bounds where many cells coincide.
+    """
     count = statistics.count
     effective = np.where(count > 0, np.maximum(np.rint(count * discount), 1.0), 0.0)
-    free = np.maximum(count - 1.0, 1.0)
-    variance = np.maximum(statistics.squares / free, RESOLUTION_DB**2)
-    squares = variance * np.maximum(effective - 1.0, 0.0)
+    free = np.maximum(effective - 1.0, 0.0) / np.maximum(count - 1.0, 1.0)
+    squares = np.maximum(statistics.squares * free, effective * resolution_db**2)
     return Statistics(count=effective, mean=statistics.mean, squares=squares)
 
 
-def varies(statistics: Statistics) -> bool:
+def varies(statistics: Statistics, resolution_db: float) -> bool:
     """Whether any cell varies from step to step by more than the resolution."""
-    floor = RESOLUTION_DB**2 * np.maximum(statistics.count - 1.0, 0.0)
+    floor = resolution_db**2 * statistics.count
     return bool((statistics.squares > floor * (1.0 + 1e-9)).any())
 
 
@@ -137,7 +147,7 @@ def _discount(observed: Observations) -> tuple[FloatArray, float]:
     mean = np.where(usable, np.nansum(series, axis=1) / np.maximum(count, 1), 0.0)
     centered = np.nan_to_num(series - mean[:, None], nan=0.0)
     power = np.square(centered).sum(axis=1)
-    usable &= power > count * RESOLUTION_DB**2
+    usable &= power > count * RESOLUTION_DB[Criterion.SQNR] ** 2
     if not usable.any():
         return np.ones(observed.cells), 0.0
     lagged = (centered[:, 1:] * centered[:, :-1]).sum(axis=1)

@@ -10,7 +10,7 @@ from scipy import special
 
 from loka_toolkit.analysis.design import Design
 from loka_toolkit.analysis.events import pool
-from loka_toolkit.analysis.evidence import RESOLUTION_DB, Evidence
+from loka_toolkit.analysis.evidence import Evidence
 from loka_toolkit.analysis.fit import HyperDraws
 from loka_toolkit.analysis.model import LOG_SHAPE
 from loka_toolkit.artifacts.safety_map import Criterion
@@ -56,15 +56,15 @@ class Exceedance:
     posteriors: dict[Criterion, NormalInverseGamma]
 
 
-def constant_draws(value: float, groups: int) -> HyperDraws:
+def constant_draws(value: float, groups: int, resolution_db: float) -> HyperDraws:
     """Return hyperparameters for a criterion that is the same in every cell at every step.
 
     There is nothing to sample: cells lie within the resolution of the one value that was seen.
     """
     return HyperDraws(
         location=np.full((1, groups), value),
-        within=np.array([RESOLUTION_DB]),
-        between=np.array([RESOLUTION_DB]),
+        within=np.array([resolution_db]),
+        between=np.array([resolution_db]),
         shape=np.array([np.exp(LOG_SHAPE[0])]),
     )
 

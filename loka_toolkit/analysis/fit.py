@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from loka_toolkit.analysis.design import Design, basis
-from loka_toolkit.analysis.model import build_model, require_sampler
+from loka_toolkit.analysis.model import build_model, require_sampler, within_between
 from loka_toolkit.artifacts.safety_map import Criterion, FitHealth, Hyperparameter
 from loka_toolkit.numerics.posterior import FloatArray
 
@@ -23,7 +23,7 @@ MIN_BFMI = 0.3
 (2021), for the first two; Betancourt, "Diagnosing suboptimal cotangent disintegrations" (2016), for
 the last. They are not put on cells: the maximum over thousands of them exceeds 1.01 by chance."""
 
-RETRY_TARGET_ACCEPT = 0.95
+RETRY_TARGET_ACCEPT = 0.98
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,8 +41,8 @@ class SamplerSettings:
     seed: int = 0
     chains: int = 4
     tune: int = 600
-    draws: int = 750
-    target_accept: float = 0.8
+    draws: int = 1000
+    target_accept: float = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,8 +163,11 @@ def hyperparameter_chains(design: Design, posterior: Mapping[str, FloatArray]) -
     chains: dict[str, FloatArray] = {}
     for j, criterion in enumerate(design.criteria):
         chains[f"{criterion}.grand_mean_db"] = posterior["grand"][:, :, j]
-        chains[f"{criterion}.within_sd_db"] = np.exp(posterior["log_within"][:, :, j])
-        chains[f"{criterion}.between_sd_db"] = np.exp(posterior["log_between"][:, :, j])
+        within, between = within_between(
+            posterior["log_spread"][:, :, j], posterior["log_ratio"][:, :, j]
+        )
+        chains[f"{criterion}.within_sd_db"] = within
+        chains[f"{criterion}.between_sd_db"] = between
         chains[f"{criterion}.shape"] = np.exp(posterior["log_shape"][:, :, j])
         for i, factor in enumerate(design.factors):
             scale = np.exp(posterior["log_scale"][:, :, j, i])
@@ -186,10 +189,11 @@ def criterion_draws(
         location = np.repeat(flat["grand"][:, j, None], design.groups, axis=1)
         if design.factors:
             location = location + flat["effects"][:, j] @ design.contrasts.T
+        within, between = within_between(flat["log_spread"][:, j], flat["log_ratio"][:, j])
         found[criterion] = HyperDraws(
             location=location,
-            within=np.exp(flat["log_within"][:, j]),
-            between=np.exp(flat["log_between"][:, j]),
+            within=within,
+            between=between,
             shape=np.exp(flat["log_shape"][:, j]),
         )
     return found

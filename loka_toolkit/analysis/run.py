@@ -177,7 +177,9 @@ def _fit(
         mean = found.mean[found.count > 0]
         if not mean.size:
             continue
-        if criterion is Criterion.SQNR or mean.max() - mean.min() > RESOLUTION_DB or varies(found):
+        resolution = RESOLUTION_DB[criterion]
+        spread = mean.max() - mean.min()
+        if criterion is Criterion.SQNR or spread > resolution or varies(found, resolution):
             statistics[criterion] = found
         else:
             constants[criterion] = float(mean.mean())
@@ -191,7 +193,7 @@ def _fit(
     fitted = fit(design, settings) if statistics else nothing_to_fit(settings)
     hyper = dict(fitted.draws)
     for criterion, value in constants.items():
-        hyper[criterion] = constant_draws(value, design.groups)
+        hyper[criterion] = constant_draws(value, design.groups, RESOLUTION_DB[criterion])
     return fitted, design, hyper
 
 

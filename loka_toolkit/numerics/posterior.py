@@ -23,9 +23,9 @@ SQNR_WINDOW_DB = (-20.0, 60.0)
 the limit: nothing is decided out there, and a product that is exactly right (reported as 200 dB)
 must not set the spread of all others."""
 
-SHARE_START = 1e-3
+SHARE_START = 1e-2
 """Shares are started at this fraction of their limit before the logarithm, so that zero events and
-one event in a million read nearly alike: at most 30 dB above the limit."""
+one event in a million read nearly alike: at most 20 dB above the limit."""
 
 SMALLEST_SHARE_LIMIT = 1e-6
 """A limit below this, also 0, is read as this: one element in a million."""

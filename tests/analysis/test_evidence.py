@@ -71,12 +71,14 @@ def test_normal_steps_are_not_set_aside() -> None:
 
 
 def test_a_constant_cell_keeps_a_proper_likelihood() -> None:
-    constant = discounted(Statistics.of(np.full((1, 10), 28.0)), np.ones(1))
-    assert constant.squares == pytest.approx(9 * RESOLUTION_DB**2)
-    assert not varies(constant)
-    noisy = discounted(Statistics.of(steady()[None]), np.ones(1))
+    fine, coarse = RESOLUTION_DB[Criterion.SQNR], RESOLUTION_DB[Criterion.UNDERFLOW]
+    for count in (1, 10):
+        constant = discounted(Statistics.of(np.full((1, count), 28.0)), np.ones(1), coarse)
+        assert constant.squares == pytest.approx(count * coarse**2)
+        assert not varies(constant, coarse)
+    noisy = discounted(Statistics.of(steady()[None]), np.ones(1), fine)
     assert noisy.squares == pytest.approx(steady().var() * 20)
-    assert varies(noisy)
+    assert varies(noisy, fine)
 
 
 def observed(write_cells, values: np.ndarray) -> Observations:

@@ -17,10 +17,10 @@ from loka_toolkit.analysis.fit import (
 )
 from loka_toolkit.analysis.model import (
     GRAND_SD_DB,
-    LOG_BETWEEN,
+    LOG_RATIO,
     LOG_SCALE,
     LOG_SHAPE,
-    LOG_WITHIN,
+    LOG_SPREAD,
     build_model,
     require_sampler,
 )
@@ -51,10 +51,13 @@ def design_of(values: np.ndarray) -> Design:
 
 def draw_truth(rng: np.random.Generator) -> dict[str, np.ndarray]:
     """Draw hyperparameters and cells from the priors of the model."""
+    spread, ratio = np.exp(rng.normal(*LOG_SPREAD)), np.exp(rng.normal(*LOG_RATIO))
+    between = spread / np.sqrt(1.0 + ratio**2)
+    within = between * ratio
     truth: dict[str, np.ndarray] = {
         "grand_mean_db": rng.normal(25.0, GRAND_SD_DB),
-        "within_sd_db": np.exp(rng.normal(*LOG_WITHIN)),
-        "between_sd_db": np.exp(rng.normal(*LOG_BETWEEN)),
+        "within_sd_db": within,
+        "between_sd_db": between,
         "shape": np.exp(rng.normal(*LOG_SHAPE)),
     }
     location = np.full(CELLS, truth["grand_mean_db"])
@@ -133,8 +136,8 @@ def test_model_is_priors_times_marginal_likelihood() -> None:
     for _ in range(3):
         point = {
             "grand": rng.normal(24.0, 2.0, 2),
-            "log_within": rng.normal(-0.5, 0.5, 2),
-            "log_between": rng.normal(1.0, 0.5, 2),
+            "log_spread": rng.normal(1.0, 0.5, 2),
+            "log_ratio": rng.normal(-1.5, 0.5, 2),
             "log_shape": rng.normal(0.5, 0.5, 2),
             "log_scale": rng.normal(1.0, 0.5, (2, 3)),
             "effects": rng.normal(0.0, 1.0, (2, len(design.blocks))),
@@ -142,19 +145,22 @@ def test_model_is_priors_times_marginal_likelihood() -> None:
         scales = np.exp(point["log_scale"])[:, design.blocks]
         prior = (
             stats.norm.logpdf(point["grand"], design.centers, GRAND_SD_DB).sum()
-            + stats.norm.logpdf(point["log_within"], *LOG_WITHIN).sum()
-            + stats.norm.logpdf(point["log_between"], *LOG_BETWEEN).sum()
+            + stats.norm.logpdf(point["log_spread"], *LOG_SPREAD).sum()
+            + stats.norm.logpdf(point["log_ratio"], *LOG_RATIO).sum()
             + stats.norm.logpdf(point["log_shape"], *LOG_SHAPE).sum()
             + stats.norm.logpdf(point["log_scale"], *LOG_SCALE).sum()
             + stats.norm.logpdf(point["effects"], 0.0, scales).sum()
         )
+        ratio = np.exp(point["log_ratio"])
+        between = np.exp(point["log_spread"]) / np.sqrt(1.0 + ratio**2)
+        within = ratio * between
         likelihood = 0.0
         for j, statistics in enumerate(two.values()):
             location = point["grand"][j] + design.contrasts @ point["effects"][j]
             cells = cell_prior(
                 location[design.group_of_cell],
-                np.exp(point["log_within"][j]),
-                np.exp(point["log_between"][j]),
+                within[j],
+                between[j],
                 np.exp(point["log_shape"][j]),
             )
             likelihood += log_marginal(cells, statistics).sum()
