@@ -24,14 +24,20 @@ from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES, Scaling, parse_r
 from loka_toolkit.recording.interception import Interception
 from loka_toolkit.recording.layers import Layer, StepRecord
 from loka_toolkit.recording.loss import BackwardWatch, CapturedLoss, capture
+from loka_toolkit.recording.memory import StaticAmax
 from loka_toolkit.recording.modules import ModelNames
-from loka_toolkit.recording.observer import Observer, StaticAmax
+from loka_toolkit.recording.observer import Observer
 from loka_toolkit.recording.products import product_of
 from loka_toolkit.recording.rows import forward_impacts
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.units import LossUnits, StepFacts, resolve_units, understand_step
 
 LossClosure = Callable[..., torch.Tensor]
+
+DYNAMIC_RECIPE_NAMES = tuple(
+    name for name in DEFAULT_RECIPE_NAMES if parse_recipe(name).scaling is not Scaling.STATIC
+)
+"""The default recipes whose scales need no earlier step."""
 
 _LARGEST_DEVIATION = 0.10
 """Predicted and measured derivative may differ by this share of the measured one ..."""
@@ -84,7 +90,7 @@ def verify_impact(
     loss_closure: LossClosure,
     inputs: Sequence[torch.Tensor],
     *,
-    recipes: Sequence[str] = tuple(n for n in DEFAULT_RECIPE_NAMES if Scaling.STATIC not in n),
+    recipes: Sequence[str] = DYNAMIC_RECIPE_NAMES,
     width: float = 1e-3,
     examples: int | torch.Tensor | None = None,
     loss_scale: float | None = None,
