@@ -180,8 +180,8 @@ class Recorder:
             if not check.agrees:
                 self._events.add(
                     "impact-not-verified",
-                    f"impact of {check.site} under {check.recipe}: predicted {check.predicted:.3g}, "
-                    f"measured {check.measured:.3g}",
+                    f"impact of {check.site} under {check.recipe}: predicted "
+                    f"{check.predicted:.3g}, measured {check.measured:.3g}",
                     self._step,
                     warn=True,
                 )

@@ -33,6 +33,11 @@ from loka_toolkit.recording.units import LossUnits, StepFacts, resolve_units, un
 
 LossClosure = Callable[..., torch.Tensor]
 
+DYNAMIC_RECIPE_NAMES = tuple(
+    name for name in DEFAULT_RECIPE_NAMES if parse_recipe(name).scaling is not Scaling.STATIC
+)
+"""The default recipes whose scales need no earlier step."""
+
 _LARGEST_DEVIATION = 0.10
 """Predicted and measured derivative may differ by this share of the measured one ..."""
 _NOISE_FACTOR = 3.0
@@ -84,7 +89,7 @@ def verify_impact(
     loss_closure: LossClosure,
     inputs: Sequence[torch.Tensor],
     *,
-    recipes: Sequence[str] = tuple(n for n in DEFAULT_RECIPE_NAMES if Scaling.STATIC not in n),
+    recipes: Sequence[str] = DYNAMIC_RECIPE_NAMES,
     width: float = 1e-3,
     examples: int | torch.Tensor | None = None,
     loss_scale: float | None = None,
