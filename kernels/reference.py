@@ -28,7 +28,7 @@ class Reference:
 
     def version(self) -> str | None:
         """Return the version of torch."""
-        return torch.__version__
+        return str(torch.__version__)
 
     def supports(self, problem: Problem, chip: Chip) -> str | None:
         """Return None for every product; a norm is none."""

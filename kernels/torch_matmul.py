@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -50,7 +51,7 @@ class TorchMatmul:
 
     def version(self) -> str | None:
         """Return the version of torch."""
-        return torch.__version__
+        return str(torch.__version__)
 
     def supports(self, problem: Problem, chip: Chip) -> str | None:
         """Return None, or why the chip lacks the arithmetic."""
@@ -91,7 +92,8 @@ def _fp32_precision(cuda: str) -> Iterator[None]:
     Without it the user's own choice, for example ``torch.set_float32_matmul_precision``, would
     decide what a candidate named fp32 computes.
     """
-    backends = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    mkldnn: Any = torch.backends.mkldnn  # its stub lacks ``matmul``
+    backends = (torch.backends.cuda.matmul, mkldnn.matmul)
     before = [backend.fp32_precision for backend in backends]
     try:
         for backend, precision in zip(backends, (cuda, "ieee"), strict=True):

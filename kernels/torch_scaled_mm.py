@@ -8,9 +8,10 @@ What the accumulations of the recipes mean here:
 - ``fp32`` (CPU only): float32 sums. No NVIDIA kernel of torch offers it.
 
 Constraints of CUDA: compute capability 8.9; K and N multiples of 16, met by zero padding; A
-row-major and B column-major; at least one factor in E4M3; row-wise scales need 9.0 and write
-bfloat16; no batches. The CPU accepts any shape and every pair of formats, which proves nothing
-about CUDA; both go through the same padding here.
+row-major and B column-major; at least one factor in E4M3; no batches. With row-wise scales CUTLASS
+writes bfloat16 only; cuBLASLt, which torch uses at compute capability 9.0 from CUDA 12.9 on, writes
+every dtype (pytorch pull requests 162022 and 166744). The CPU accepts any shape and every pair of
+formats, which proves nothing about CUDA; both go through the same padding here.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from loka_toolkit.numerics.scaling import operand_scale
 
 ALIGNMENT = 16
 FP8_CAPABILITY = (8, 9)
-ROWWISE_CAPABILITY = (9, 0)
+CUBLAS_ROWWISE_CAPABILITY = (9, 0)
+CUBLAS_ROWWISE_CUDA = (12, 9)
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -69,7 +71,7 @@ class TorchScaledMM:
 
     def version(self) -> str | None:
         """Return the version of torch."""
-        return torch.__version__
+        return str(torch.__version__)
 
     def supports(self, problem: Problem, chip: Chip) -> str | None:
         """Return None, or the constraint that is not met."""
@@ -95,11 +97,17 @@ class TorchScaledMM:
             return "no CUDA kernel of scaled_mm sums in float32 throughout; see promoted-128"
         if self.fp8.format_a == self.fp8.format_b == E5M2.name:
             return "CUDA refuses e5m2 times e5m2; one factor must be e4m3"
-        if self.fp8.scaling is Scaling.ROWWISE:
-            if capability < ROWWISE_CAPABILITY:
-                return f"row-wise scales need compute capability 9.0 and {have}"
-            if problem.dtype is not torch.bfloat16:
-                return f"row-wise scaling on CUDA writes torch.bfloat16 and not {problem.dtype}"
+        if self.fp8.scaling is Scaling.ROWWISE and problem.dtype is not torch.bfloat16:
+            if capability != CUBLAS_ROWWISE_CAPABILITY:
+                return (
+                    f"row-wise scaling writes {problem.dtype} at compute capability 9.0 only and "
+                    f"{have}; it writes torch.bfloat16 on any"
+                )
+            if _cuda_version() < CUBLAS_ROWWISE_CUDA:
+                return (
+                    f"row-wise scaling writes {problem.dtype} from CUDA 12.9 on and torch was "
+                    f"built for {torch.version.cuda}; it writes torch.bfloat16 with any"
+                )
         return None
 
     def prepare(
@@ -174,6 +182,13 @@ class TorchScaledMM:
 def candidates() -> tuple[TorchScaledMM, ...]:
     """Return one candidate per FP8 recipe; ``supports`` says where each exists."""
     return tuple(TorchScaledMM(recipe) for recipe in all_recipes().values())
+
+
+def _cuda_version() -> tuple[int, ...]:
+    """Return the CUDA version of this torch; that of today's wheels where it was built without."""
+    if torch.version.cuda is None:
+        return (13, 0)
+    return tuple(int(part) for part in torch.version.cuda.split(".")[:2])
 
 
 def _aligned(length: int) -> int:

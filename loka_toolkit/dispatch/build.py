@@ -73,7 +73,7 @@ def build_table(
         candidates=known,
         rows=None if rows is None else {(row.site, row.candidate): row for row in rows},
         scales={(scale.layer, scale.operand): scale for scale in safety_map.facts.scales},
-        check_installed=target.name == environment.chip or target.name == CPU_CHIP,
+        check_installed=target.name in (CPU_CHIP, environment.chip),
     )
     choice = choose(
         safety_map.cells,
@@ -240,7 +240,7 @@ def _known_environment(
 ) -> Environment | None:
     if results is not None and rows is not None:
         return results.facts.environment
-    return environment if environment.chip == chip.name else None
+    return environment if chip.name in (CPU_CHIP, environment.chip) else None
 
 
 def _config(

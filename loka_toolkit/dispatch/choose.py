@@ -159,7 +159,8 @@ def _entry(group: Group, picked: Picked, objective: Objective) -> Entry:
     axis = token_axis(group.role)
     tokens = [cell.k if axis == "k" else cell.m for cell in option.cells]
     least, most = token_interval(group.role, tokens)
-    versions = dict.fromkeys(row.version for row in option.rows)
+    versions = [row.version for row in option.rows] or [option.candidate.version()]
+    version = None if versions[0] is None else str(versions[0])
     return Entry(
         fqn=group.fqn,
         call=ANY_CALL,
@@ -175,7 +176,7 @@ def _entry(group: Group, picked: Picked, objective: Objective) -> Entry:
         layout=_LINEAR_LAYOUTS[group.role],
         candidate=option.candidate.name,
         library=option.candidate.library,
-        library_version=next(iter(versions), option.candidate.version()),
+        library_version=version,
         recipe=option.recipe.name,
         scale_policy="static" if option.recipe.scaling is Scaling.STATIC else "dynamic",
         scale_a=option.scale_a,

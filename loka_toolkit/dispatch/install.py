@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -116,11 +117,29 @@ class Installation:
         """
         self._bank.set_loss_scale(scale)
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Run every product in its original precision inside, uncounted.
+
+        For recording while a table is installed: the recorder sees products of aten, and the
+        operands of the original precision are the true ones. A compiled model is compiled again.
+        """
+        routes = [(m, m.loka_route) for m in self._routed_modules()]
+        for module, _ in routes:
+            _restore(module)
+        try:
+            yield
+        finally:
+            for module, route in routes:
+                _give_route(module, route)
+
     def uninstall(self) -> None:
         """Take the table out of the model; does nothing the second time."""
-        for module in _routed(self._model):
-            if module.loka_route.bank is self._bank:
-                _restore(module)
+        for module in self._routed_modules():
+            _restore(module)
+
+    def _routed_modules(self) -> list[RoutedLinear]:
+        return [m for m in _routed(self._model) if m.loka_route.bank is self._bank]
 
     def __enter__(self) -> Installation:
         """Return self."""
@@ -187,7 +206,8 @@ def install(
             role: _role_route(resolved, index[id(resolved)], device_type)
             for role, resolved in by_role.items()
         }
-        _route(module, bank, routes)
+        route = Route(bank, routes.get(Role.FWD), routes.get(Role.DGRAD), routes.get(Role.WGRAD))
+        _give_route(module, route)
     return Installation(model, table, resolution.sites, bank, slots)
 
 
@@ -215,8 +235,7 @@ def _routed(model: nn.Module) -> list[RoutedLinear]:
     return [module for module in model.modules() if isinstance(module, RoutedLinear)]
 
 
-def _route(module: nn.Module, bank: Bank, routes: Mapping[Role, RoleRoute]) -> None:
-    route = Route(bank, routes.get(Role.FWD), routes.get(Role.DGRAD), routes.get(Role.WGRAD))
+def _give_route(module: nn.Module, route: Route) -> None:
     module.__class__ = RoutedLinear
     module.__dict__[ROUTE_ATTRIBUTE] = route
 

@@ -16,6 +16,7 @@ from loka_toolkit.artifacts.replay_results import ReplayRow, Status
 from loka_toolkit.artifacts.safety_map import Cell, OperandScale, Verdict
 from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Role
 from loka_toolkit.dispatch.plans import LINEAR_ROLES
+from loka_toolkit.errors import UnknownNameError
 from loka_toolkit.kernels.contract import Candidate, Chip, Problem
 from loka_toolkit.numerics.recipes import (
     Accumulation,
@@ -27,6 +28,8 @@ from loka_toolkit.numerics.recipes import (
 MAX_SCALE_RATIO = 2.0
 """Largest ratio of two calls' static scales that one scale may stand for. Static scales leave a
 headroom of 8, and the error of E4M3 hardly changes up to a headroom of 16."""
+
+_KNOWN = all_recipes()
 
 _STATUS_REASONS: dict[Status, MissReason] = {
     Status.WRONG_NUMERICS: MissReason.UNSAFE,
@@ -119,10 +122,13 @@ class Refusal:
     Attributes:
         reason: The reason.
         detail: One sentence.
+        depth: How far a candidate got: 0 not here, 1 not for this product, 2 failed in replay,
+            3 lacks a scale.
     """
 
     reason: MissReason
     detail: str
+    depth: int = 0
 
 
 Refusals = Mapping[int, Refusal]
@@ -181,11 +187,11 @@ def torch_dtype(name: str) -> torch.dtype:
     """Return the dtype that an artifact names, for example ``bfloat16``.
 
     Raises:
-        TypeError: If torch has no such dtype.
+        UnknownNameError: If torch has no such dtype.
     """
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"torch has no dtype {name!r}")
+        raise UnknownNameError("dtype", name, ("float32", "bfloat16", "float16"))
     return dtype
 
 
@@ -200,17 +206,17 @@ def _structural_refusal(group: Group) -> Refusal | None:
     if first.module_type != "Linear" or group.role not in LINEAR_ROLES or first.batch != 1:
         detail = f"the module is a {first.module_type}; only nn.Linear is replaced"
         return Refusal(MissReason.NOT_REPLACEABLE, detail)
-    static = {(cell.n, cell.m if group.role is Role.WGRAD else cell.k) for cell in group.cells}
-    if len(static) > 1 or len({cell.dtype for cell in group.cells}) > 1:
+    if len({_fixed_facts(cell) for cell in group.cells}) > 1:
         detail = "its calls differ in dtype or in the dimensions that are not the token count"
         return Refusal(MissReason.CONFLICT, detail)
     return None
 
 
 def _safe_recipes(cells: Mapping[str, Cell]) -> dict[str, Cell]:
-    known = all_recipes()
     return {
-        name: cell for name, cell in cells.items() if cell.verdict is Verdict.SAFE and name in known
+        name: cell
+        for name, cell in cells.items()
+        if cell.verdict is Verdict.SAFE and name in _KNOWN
     }
 
 
@@ -234,11 +240,10 @@ def _conflict(group: Group, safe: Mapping[int, Mapping[str, Cell]]) -> Refusal:
 
 def _best_covered(candidate: Candidate, group: Group, common: set[str]) -> Recipe | None:
     """Return the safe recipe of least exceedance rate whose verdict holds for the candidate."""
-    known = all_recipes()
-    if candidate.emulated or group.role not in candidate.roles or candidate.recipe not in known:
+    if candidate.emulated or group.role not in candidate.roles or candidate.recipe not in _KNOWN:
         return None
-    recipe = known[candidate.recipe]
-    covered = [known[name] for name in common if known[name].is_covered_by(recipe)]
+    recipe = _KNOWN[candidate.recipe]
+    covered = [_KNOWN[name] for name in common if _KNOWN[name].is_covered_by(recipe)]
 
     def key(judged: Recipe) -> tuple[float, int]:
         rates = [cells[judged.name].p_exceed for cells in group.calls.values()]
@@ -258,7 +263,7 @@ def _consider(
     for cell in cells:
         why = candidate.supports(problem_of(cell), evidence.chip)
         if why is not None:
-            return Refusal(MissReason.SHAPE, f"{candidate.name} does not take it: {why}")
+            return Refusal(MissReason.SHAPE, f"{candidate.name} does not take it: {why}", depth=1)
     rows: list[ReplayRow] = []
     if evidence.rows is not None:
         for cell in cells:
@@ -266,7 +271,7 @@ def _consider(
             if isinstance(row, Refusal):
                 return row
             rows.append(row)
-    recipe = all_recipes()[candidate.recipe]
+    recipe = _KNOWN[candidate.recipe]
     option = Option(candidate, recipe, judged, cells, tuple(rows))
     return _with_static_scales(option, group, evidence) if _is_static(recipe) else option
 
@@ -274,18 +279,25 @@ def _consider(
 def _replayed(candidate: Candidate, cell: Cell, row: ReplayRow | None) -> ReplayRow | Refusal:
     if row is None:
         detail = f"{candidate.name} was not replayed at {cell.site}"
-        return Refusal(MissReason.INSUFFICIENT, f"{detail}: replay it, or build without a replay")
-    if (row.n, row.batch, row.dtype) != (cell.n, cell.batch, cell.dtype):
-        detail = f"{candidate.name} was replayed with n={row.n}, {row.dtype}"
-        return Refusal(
-            MissReason.INSUFFICIENT, f"{detail}; the site has n={cell.n}, {cell.dtype}: replay it"
+        detail = f"{detail}: replay it, or build without a replay"
+        return Refusal(MissReason.INSUFFICIENT, detail, depth=2)
+    if _fixed_facts(row) != _fixed_facts(cell):
+        detail = (
+            f"{candidate.name} was replayed with {_fixed_facts(row)}, and the site has "
+            f"{_fixed_facts(cell)}: replay it"
         )
+        return Refusal(MissReason.INSUFFICIENT, detail, depth=2)
     if row.status is not Status.OK:
         why = f": {row.detail}" if row.detail else ""
-        return Refusal(
-            _STATUS_REASONS[row.status], f"{candidate.name} is {row.status} in replay{why}"
-        )
+        detail = f"{candidate.name} is {row.status} in replay{why}"
+        return Refusal(_STATUS_REASONS[row.status], detail, depth=2)
     return row
+
+
+def _fixed_facts(site: Cell | ReplayRow) -> str:
+    """Return what does not depend on the token count, as text."""
+    width = f"m={site.m}" if site.role == Role.WGRAD.value else f"k={site.k}"
+    return f"batch={site.batch} n={site.n} {width} {site.dtype}"
 
 
 def _is_static(recipe: Recipe) -> bool:
@@ -300,26 +312,25 @@ def _with_static_scales(option: Option, group: Group, evidence: Evidence) -> Opt
         for call in group.calls:
             entry = evidence.scales.get((f"{group.fqn}#{call}", operand.value))
             if entry is None or format_name not in entry.scale:
-                detail = f"the safety map has no static {format_name} scale for {operand}"
-                return Refusal(
-                    MissReason.INSUFFICIENT, f"{option.candidate.name}: {detail} of call {call}"
+                detail = (
+                    f"{option.candidate.name}: the safety map has no static {format_name} scale "
+                    f"for {operand} of call {call}"
                 )
+                return Refusal(MissReason.INSUFFICIENT, detail, depth=3)
             found.append(entry.scale[format_name])
         if max(found) > MAX_SCALE_RATIO * min(found):
-            detail = f"{option.candidate.name}: the static scales of {operand} differ between calls"
-            ratio = max(found) / min(found)
-            return Refusal(
-                MissReason.CONFLICT, f"{detail} by {ratio:.3g}; the limit is {MAX_SCALE_RATIO:g}"
+            detail = (
+                f"{option.candidate.name}: the static scales of {operand} differ between calls by "
+                f"{max(found) / min(found):.3g}; the limit is {MAX_SCALE_RATIO:g}"
             )
+            return Refusal(MissReason.CONFLICT, detail, depth=3)
         scales.append(max(found))
     return dataclasses.replace(option, scale_a=scales[0], scale_b=scales[1])
 
 
 def _joined(refusals: Sequence[Refusal]) -> Refusal:
-    """Return the reason that most candidates share (the first on a tie), with all details."""
-    counts: dict[MissReason, int] = {}
-    for refusal in refusals:
-        counts[refusal.reason] = counts.get(refusal.reason, 0) + 1
-    reason = max(counts, key=lambda r: counts[r])
-    details = dict.fromkeys(r.detail for r in refusals)
-    return Refusal(reason, "; ".join(details))
+    """Return the reason of the candidates that came furthest (the first on a tie), all details."""
+    depth = max(refusal.depth for refusal in refusals)
+    furthest = [refusal for refusal in refusals if refusal.depth == depth]
+    details = dict.fromkeys(refusal.detail for refusal in furthest)
+    return Refusal(furthest[0].reason, "; ".join(details), depth)

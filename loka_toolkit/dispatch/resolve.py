@@ -7,6 +7,7 @@ rank of a distributed job resolves alike.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import msgspec
@@ -15,6 +16,7 @@ from torch import nn
 from loka_toolkit.artifacts.dispatch_table import ANY_CALL, DispatchTable, Entry, MissReason
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.dispatch.options import torch_dtype
+from loka_toolkit.dispatch.plans import LINEAR_ROLES
 from loka_toolkit.dispatch.replaceable import modules_by_fqn, why_not_replaceable
 from loka_toolkit.errors import near_misses
 from loka_toolkit.kernels.contract import Candidate, Chip, Problem
@@ -115,6 +117,9 @@ def resolve(
 
 
 def _module_of(entry: Entry, modules: Mapping[str, tuple[nn.Module, ...]]) -> nn.Module | str:
+    roles = [role.value for role in Role]
+    if entry.role not in roles:
+        return f"{entry.fqn}: unknown role {entry.role!r}; {near_misses(entry.role, roles)}"
     found = modules.get(entry.fqn, ())
     if not found:
         return f"{entry.fqn} is not in the model; {near_misses(entry.fqn, modules)}"
@@ -147,6 +152,9 @@ def _resolve_entry(
     why = why_not_replaceable(module)
     if why is not None:
         return _miss(entry, MissReason.NOT_REPLACEABLE, why)
+    if entry.role not in LINEAR_ROLES or entry.batch != 1:
+        detail = f"{entry.role} with a batch of {entry.batch} is no product of nn.Linear"
+        return _miss(entry, MissReason.NOT_REPLACEABLE, detail)
     if entry.call != ANY_CALL:
         detail = "this version routes the calls of a module together, and the entry is for one"
         return _miss(entry, MissReason.NOT_REPLACEABLE, detail)
@@ -162,8 +170,10 @@ def _resolve_entry(
     if Role(entry.role) not in candidate.roles:
         detail = f"{candidate.name} does not compute {entry.role}"
         return _miss(entry, MissReason.KERNEL_ABSENT, detail)
-    if entry.scale_policy == "static" and (entry.scale_a is None or entry.scale_b is None):
-        detail = "the entry is static and lacks a scale"
+    if entry.scale_policy == "static" and not (
+        _is_scale(entry.scale_a) and _is_scale(entry.scale_b)
+    ):
+        detail = f"static scales {entry.scale_a} and {entry.scale_b} must be finite and positive"
         return _miss(entry, MissReason.INSUFFICIENT, detail)
     granularity, why = _granularity(entry, candidate, chip)
     if granularity is None:
@@ -191,6 +201,10 @@ def _problem(entry: Entry, tokens: int) -> Problem:
         tokens if entry.k is None else entry.k,
         torch_dtype(entry.dtype),
     )
+
+
+def _is_scale(scale: float | None) -> bool:
+    return scale is not None and math.isfinite(scale) and scale > 0
 
 
 def _same_choice(one: Entry, other: Entry) -> bool:

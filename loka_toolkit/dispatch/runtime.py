@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.dispatch.counters import Bank, Outcome, bank
 from loka_toolkit.kernels.contract import Side
 
@@ -161,10 +160,6 @@ class Route:
     dgrad: RoleRoute | None
     wgrad: RoleRoute | None
 
-    def of(self, role: Role) -> RoleRoute | None:
-        """Return the route of a role."""
-        return {Role.FWD: self.fwd, Role.DGRAD: self.dgrad, Role.WGRAD: self.wgrad}.get(role)
-
 
 ROUTE_ATTRIBUTE = "loka_route"
 
@@ -191,10 +186,9 @@ class RoutedLinear(nn.Linear):
         odd_bias = bias is not None and bias.dtype != weight.dtype
         if x.dtype != weight.dtype or x.shape[-1:] != weight.shape[1:] or odd_bias:
             return F.linear(x, weight, bias)  # raises what nn.Linear raises
-        with torch.autocast(device, enabled=False):
-            output: Tensor = _RoutedProducts.apply(  # type: ignore[no-untyped-call]
-                x, weight, bias, self.loka_route
-            )
+        output: Tensor = _RoutedProducts.apply(  # type: ignore[no-untyped-call]
+            x, weight, bias, self.loka_route
+        )
         return output
 
     def extra_repr(self) -> str:
@@ -217,7 +211,7 @@ class RoutedLinear(nn.Linear):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as the plain module."""
         state = {k: v for k, v in self.__dict__.items() if k != ROUTE_ATTRIBUTE}
-        return copyreg.__newobj__, (nn.Linear,), state  # type: ignore[attr-defined]
+        return copyreg._reconstructor, (nn.Linear, object, None), state  # type: ignore[attr-defined]
 
 
 def _as_autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
@@ -259,7 +253,8 @@ class _RoutedProducts(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         if needs_x:
             column_major = len(ctx.x_stride) == 2 and ctx.x_stride == (1, ctx.x_shape[0])
-            grad_x = _dgrad(g, weight, route, column_major).view(ctx.x_shape)
+            grad_x = _product(g, weight, route, route.dgrad, tokens, transposed=column_major)
+            grad_x = grad_x.view(ctx.x_shape)
         if needs_weight:
             rows = x.reshape(tokens, x.shape[-1])
             grad_weight = _product(g.t(), rows, route, route.wgrad, tokens)
@@ -268,24 +263,29 @@ class _RoutedProducts(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias, None
 
 
-def _dgrad(g: Tensor, weight: Tensor, route: Route, column_major: bool) -> Tensor:
-    """Return g w; in the default precision in the order of autograd's own formula for mm.
+def _product(
+    a: Tensor,
+    b: Tensor,
+    route: Route,
+    role: RoleRoute | None,
+    tokens: int,
+    *,
+    transposed: bool = False,
+) -> Tensor:
+    """Return a b through a route.
 
-    For a column-major input autograd computes the transposed product, which may round differently.
+    In the default precision it is computed as (b^T a^T)^T where ``transposed``, as autograd does
+    for the gradient of a column-major input: the two orders may round differently.
     """
-    if route.dgrad is None and column_major:
-        return torch.mm(weight.t(), g.t()).t()
-    return _product(g, weight, route, route.dgrad, g.shape[0])
-
-
-def _product(a: Tensor, b: Tensor, route: Route, role: RoleRoute | None, tokens: int) -> Tensor:
+    outcome = None if role is None else role.outcome(tokens, a.dtype, a.device.type)
+    if role is not None and outcome is Outcome.HIT:
+        return _hit(a, b, route, role)
+    left, right = (b.t(), a.t()) if transposed else (a, b)
     if role is None:
-        return torch.mm(a, b)
-    outcome = role.outcome(tokens, a.dtype, a.device.type)
-    if outcome is not Outcome.HIT:
-        missed: Tensor = missed_mm(a, b, route.bank.id, role.slot, int(outcome))
-        return missed
-    return _hit(a, b, route, role)
+        product = torch.mm(left, right)
+    else:
+        product = missed_mm(left, right, route.bank.id, role.slot, int(outcome or 0))
+    return product.t() if transposed else product
 
 
 def _hit(a: Tensor, b: Tensor, route: Route, role: RoleRoute) -> Tensor:

@@ -51,20 +51,21 @@ def validators_for(
 
     Args:
         chip: Chip it is for.
-        environment: An environment with that chip, where evidence was gathered; None where the
-            table is for a chip that is not here and was not measured, so that nothing is known
-            about its driver and libraries.
+        environment: Where the evidence was gathered, or this machine if it has that chip; None
+            for a chip that is not here and was not measured, of whose driver and libraries nothing
+            is known.
         entries: The table's entries.
         candidates: Their kernels by name.
     """
     names = sorted({entry.candidate for entry in entries})
     found = [Validator("chip", chip, True), Validator("kernel_abi", str(KERNEL_ABI), True)]
     found += [Validator(f"{ABI_PREFIX}{n}", str(candidates[n].abi), True) for n in names]
-    if environment is not None:
+    if environment is not None and chip != CPU_CHIP:
         found += [
             Validator("driver", environment.driver, False),
             Validator("cuda", environment.cuda, False),
         ]
+    if environment is not None:
         libraries = ["torch", *sorted({candidates[n].library for n in names} - {"torch"})]
         found += [Validator(n, environment.libraries.get(n), False) for n in libraries]
     return tuple(found)
@@ -161,7 +162,6 @@ def _fact(name: str, environment: Environment, chip: str) -> str | None:
     if name == "kernel_abi":
         return str(KERNEL_ABI)
     if name in ("driver", "cuda"):
-        on_cpu = chip == CPU_CHIP and environment.chip != CPU_CHIP
-        value: str | None = None if on_cpu else getattr(environment, name)
+        value: str | None = getattr(environment, name)
         return value
     return environment.libraries.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib
 from collections.abc import Callable, Sequence
@@ -12,10 +13,10 @@ from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.environment import chip_of
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.harness.inputs import InputDrawer
-from loka_toolkit.harness.judge import Trial
 from loka_toolkit.harness.moments import MomentsOfTrace
 from loka_toolkit.harness.outcome import Outcome, outcome_of
 from loka_toolkit.harness.timing import TimingPolicy
+from loka_toolkit.harness.trial import Trial
 from loka_toolkit.harness.workloads import Workload, workloads_of
 from loka_toolkit.kernels.contract import Candidate, Chip
 
@@ -35,6 +36,7 @@ class BenchSettings:
         draws: Input draws per workload.
         seed: Seed of the draws.
         shapes_per_site: Token counts replayed per site.
+        threads: CPU threads per operator, as in the process that asks.
     """
 
     trace: str
@@ -44,6 +46,7 @@ class BenchSettings:
     draws: int
     seed: int
     shapes_per_site: int
+    threads: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,20 +108,23 @@ class Bench:
             drawn, inputs = self._trials(workload)
             return drawn
 
-        outcome = outcome_of(
-            workload,
-            candidate,
-            trials,
-            self.chip,
-            self.settings.policy,
-            self.device,
-            lambda phase: started(phase, inputs),
-        )
+        with self._on_device():
+            outcome = outcome_of(
+                workload,
+                candidate,
+                trials,
+                self.chip,
+                self.settings.policy,
+                self.device,
+                lambda phase: started(phase, inputs),
+            )
         return Measured(outcome, inputs, self._unusable())
 
     def _trials(self, workload: Workload) -> tuple[list[Trial], str]:
         if self._drawn is None or self._drawn[0] != workload:
             self._drawn = None  # frees the last workload's memory before the next is drawn
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
             draws = [self._drawer.draw(workload, index) for index in range(self.settings.draws)]
             self._drawn = (
                 workload,
@@ -126,6 +132,12 @@ class Bench:
                 draws[0].inputs,
             )
         return self._drawn[1], self._drawn[2]
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        """Make the device current: streams, graphs and libraries take the current one."""
+        if self.device.type == "cuda":
+            return torch.cuda.device(self.device)
+        return contextlib.nullcontext()
 
     def _unusable(self) -> str | None:
         """An illegal access poisons a CUDA context for good: every later call fails too."""

@@ -22,16 +22,14 @@ from loka_toolkit.artifacts.sites import Operand
 from loka_toolkit.artifacts.trace import AMAX_QUANTILES
 from loka_toolkit.harness.moments import FeatureMoments, MomentsOfTrace, TensorMoments
 from loka_toolkit.harness.workloads import Factor, Workload
-
-REPRODUCED_ZERO_SHARE = 0.05
-"""Zeros are drawn where at least one element in twenty was zero; fewer change no error visibly."""
+from loka_toolkit.harness.zeros import censored
 
 FROM_MOMENTS = "moments"
 """What ``inputs`` of a row says if both factors were drawn from moments per feature."""
 
 _KEPT_FACTORS = 4
-_MOST_ZERO = 0.95
-_LARGEST_POWER = 1e6
+_LARGEST_POWER = 1e4
+_GRID = 4096
 
 _Float64 = npt.NDArray[np.float64]
 
@@ -138,14 +136,17 @@ class _RowSampler:
     Attributes:
         mean: [width], float32.
         factor: [width, rank] or, uncorrelated, [width]; float32.
-        zero_probability: [width], or None where zeros are not reproduced.
+        threshold: [width]: where the standardized normal is not above it, the element is zero;
+            None where zeros are not reproduced. ``mean`` and ``slope`` then make the rest.
+        slope: [width], or None.
         norms: (norm quantiles, power of the last interval), or None.
         reason: Why this is not the recorded distribution, or None.
     """
 
     mean: torch.Tensor
     factor: torch.Tensor
-    zero_probability: torch.Tensor | None
+    threshold: torch.Tensor | None
+    slope: torch.Tensor | None
     norms: tuple[torch.Tensor, float] | None
     reason: str | None
 
@@ -154,9 +155,14 @@ class _RowSampler:
         cls, moments: FeatureMoments, device: torch.device, *, with_norms: bool
     ) -> _RowSampler:
         mean, covariance = moments.mean, moments.covariance
-        zeros = _zero_probabilities(moments)
-        if zeros is not None:
-            mean, covariance = _before_zeroing(mean, covariance, zeros)
+        threshold = slope = None
+        with_zeros = censored(moments)
+        if with_zeros is not None:
+            mean = with_zeros.intercept
+            independent = np.ones_like(mean)
+            covariance = independent if with_zeros.correlation is None else with_zeros.correlation
+            threshold = _tensor(with_zeros.threshold, device)
+            slope = _tensor(with_zeros.slope, device)
         factor = covariance_factor(covariance, device)
         norms = None
         quantiles = moments.row_norm_quantiles
@@ -166,7 +172,8 @@ class _RowSampler:
         return cls(
             mean=_tensor(mean, device),
             factor=factor,
-            zero_probability=None if zeros is None else _tensor(zeros, device),
+            threshold=threshold,
+            slope=slope,
             norms=norms,
             reason=None,
         )
@@ -191,10 +198,10 @@ class _RowSampler:
         rank = self.factor.shape[-1] if self.factor.ndim == 2 else width
         normal = torch.randn(count, rank, generator=generator, device=device)
         rows = normal @ self.factor.mT if self.factor.ndim == 2 else normal * self.factor
-        rows += self.mean
-        if self.zero_probability is not None:
-            uniform = torch.rand(count, width, generator=generator, device=device)
-            rows = torch.where(uniform < self.zero_probability, 0.0, rows)
+        if self.threshold is None or self.slope is None:
+            rows += self.mean
+        else:
+            rows = torch.where(rows > self.threshold, self.mean + self.slope * rows, 0.0)
         if self.norms is not None:
             uniform = torch.rand(count, generator=generator, device=device)
             norm = norm_at(*self.norms, uniform)
@@ -227,7 +234,10 @@ def covariance_factor(covariance: _Float64, device: torch.device) -> torch.Tenso
 
 
 def norm_at(quantiles: torch.Tensor, power: float, uniform: torch.Tensor) -> torch.Tensor:
-    """Return row norms by inverse transform: linear between quantiles, a power in the last one.
+    """Return row norms by inverse transform: linear between quantiles, but for the last interval.
+
+    There the norm is ``low * (high / low)**(t**power)``, t uniform in [0, 1): heavy tails are
+    geometric (linear from a low of 0).
 
     Args:
         quantiles: Norms at ``AMAX_QUANTILES``.
@@ -235,18 +245,19 @@ def norm_at(quantiles: torch.Tensor, power: float, uniform: torch.Tensor) -> tor
         uniform: Uniform variates in [0, 1), any shape.
     """
     levels = torch.tensor(AMAX_QUANTILES, device=uniform.device, dtype=uniform.dtype)
-    right = torch.bucketize(uniform, levels, right=True).clamp(1, len(AMAX_QUANTILES) - 1)
+    last = len(AMAX_QUANTILES) - 1
+    right = torch.bucketize(uniform, levels, right=True).clamp(1, last)
     low, high = quantiles[right - 1], quantiles[right]
     share = (uniform - levels[right - 1]) / (levels[right] - levels[right - 1])
-    share = torch.where(right == len(AMAX_QUANTILES) - 1, share**power, share)
-    return low + (high - low) * share
+    linear = low + (high - low) * share
+    return torch.where(right == last, _tail(low, high, share**power), linear)
 
 
 def last_interval_power(quantiles: _Float64, mean_square: float) -> float:
     """Return the exponent with which the norms' second moment is the recorded one.
 
-    Seven quantiles leave the tail open: between 95 % and the maximum the norm is taken as
-    ``low + (high - low) t**p``, whose second moment falls with p from high**2 to low**2.
+    Seven quantiles leave the tail open: the second moment of the last interval falls from high**2
+    to low**2 as the exponent grows. A target beyond these ends gives the nearer end.
 
     Args:
         quantiles: Norms at ``AMAX_QUANTILES``.
@@ -256,62 +267,25 @@ def last_interval_power(quantiles: _Float64, mean_square: float) -> float:
     low, high = quantiles[:-1], quantiles[1:]
     inner = np.diff(levels)[:-1] * ((low * low + low * high + high * high) / 3)[:-1]
     target = (mean_square - float(inner.sum())) / float(levels[-1] - levels[-2])
-    start, gap = float(low[-1]), float(high[-1] - low[-1])
-    if gap <= 0:
+    if high[-1] <= low[-1]:
         return 1.0
-
-    def second_moment(power: float) -> float:
-        return start**2 + 2 * start * gap / (power + 1) + gap**2 / (2 * power + 1)
-
+    ends = torch.from_numpy(np.stack([low[-1:], high[-1:]]))
+    grid = (torch.arange(_GRID, dtype=torch.float64) + 0.5) / _GRID
     small, large = 1 / _LARGEST_POWER, _LARGEST_POWER
-    for _ in range(80):
+    for _ in range(60):
         middle = math.sqrt(small * large)
-        if second_moment(middle) > target:
+        if float(_tail(ends[0], ends[1], grid**middle).square().mean()) > target:
             small = middle
         else:
             large = middle
     return math.sqrt(small * large)
 
 
-def _zero_probabilities(moments: FeatureMoments) -> _Float64 | None:
-    """Return the probability of a zero per feature, their mean the recorded share if it can be.
-
-    A feature of mean m and variance v is zero at most with probability v / (v + m**2): whatever
-    is left must carry the mean, and (E X)**2 <= P(X != 0) E X**2.
-    """
-    share = moments.zero_share
-    if share < REPRODUCED_ZERO_SHARE:
-        return None
-    variance, square = moments.variance, moments.mean**2
-    total = variance + square
-    always = total == 0
-    most = _MOST_ZERO * np.divide(variance, total, out=np.zeros_like(total), where=~always)
-    most[always] = 1.0
-    low, high = 0.0, 1.0
-    for _ in range(60):
-        level = (low + high) / 2
-        low, high = (level, high) if np.minimum(most, level).mean() < share else (low, level)
-    return np.where(always, 1.0, np.minimum(most, high))
-
-
-def _before_zeroing(
-    mean: _Float64, covariance: _Float64, zeros: _Float64
-) -> tuple[_Float64, _Float64]:
-    """Return moments of Y such that Y, zeroed independently per element, has the moments given.
-
-    With q = 1 - P(zero): E X = q E Y; Cov(X_i, X_j) = q_i q_j Cov(Y_i, Y_j) for i != j; and
-    E X_i**2 = q_i E Y_i**2.
-    """
-    kept = 1.0 - zeros
-    inverse = np.divide(1.0, kept, out=np.zeros_like(kept), where=kept > 0)
-    before = mean * inverse
-    variance = np.diag(covariance) if covariance.ndim == 2 else covariance
-    own = np.maximum((variance + mean**2) * inverse - before**2, 0.0)
-    if covariance.ndim == 1:
-        return before, own
-    result = covariance * np.outer(inverse, inverse)
-    np.fill_diagonal(result, own)
-    return before, result
+def _tail(low: torch.Tensor, high: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
+    """Interpolate geometrically, or linearly where ``low`` is 0."""
+    positive = low > 0
+    ratio = torch.where(positive, high / torch.where(positive, low, 1.0), 1.0)
+    return torch.where(positive, low * ratio**share, high * share)
 
 
 def _laid_out(factor: torch.Tensor, layout: str) -> torch.Tensor:

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loka_toolkit.harness.judge import Trial, prepare
+from loka_toolkit.harness.trial import Trial, prepare
 from loka_toolkit.kernels.contract import Candidate
 
 _MOST_NAMES = 4
-_VIEWS = ("view", "slice", "transpose", "t", "select", "unsqueeze", "squeeze", "expand", "detach")
+_VIEWS = frozenset(
+    "view _unsafe_view slice transpose t select unsqueeze squeeze expand detach alias".split()
+)
 
 
 def kernels_run(candidate: Candidate, trial: Trial, device: torch.device) -> str | None:

@@ -55,6 +55,15 @@ class FeatureMoments:
         """Variance of each feature, [width]."""
         return np.diag(self.covariance).copy() if self.covariance.ndim == 2 else self.covariance
 
+    def times(self, factor: float) -> FeatureMoments:
+        """Return the moments of the samples multiplied by ``factor``."""
+        return dataclasses.replace(
+            self,
+            mean=self.mean * factor,
+            covariance=self.covariance * factor**2,
+            row_norm_quantiles=self.row_norm_quantiles * abs(factor),
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorMoments:
@@ -74,6 +83,9 @@ class TensorMoments:
 class MomentsOfTrace:
     """The moments of every operand of a trace, decoded when asked for.
 
+    Moments of ``g`` are recorded relative to the loss scale, its statistics per step are not; both
+    are brought to the loss scale of the last step, at which training would go on.
+
     Args:
         trace: The trace.
 
@@ -89,6 +101,14 @@ class MomentsOfTrace:
                 "record again with moments=True and at least one sampled step"
             )
         self._rows = _latest_rows(self._table)
+        steps = trace.steps
+        scales = zip(
+            *(steps.column(name).to_pylist() for name in ("step", "rank", "loss_scale")),
+            strict=True,
+        )
+        self._loss_scales = {(step, rank): scale for step, rank, scale in scales if scale}
+        last = max(self._loss_scales, default=None)
+        self._loss_scale = 1.0 if last is None else self._loss_scales[last]
         self._amax: dict[tuple[str, str], float] = {}
         self._tensor: dict[tuple[str, str], TensorMoments] = {}
         self._read_operands(trace.operands)
@@ -101,7 +121,9 @@ class MomentsOfTrace:
         """
         rows = self._rows.get((layer, operand.value, width), [])
         found = [self._decode(row) for row in rows]
-        return pooled(found) if found else None
+        if not found:
+            return None
+        return pooled(found).times(self._loss_scale if operand is Operand.G else 1.0)
 
     def widths(self, layer: str, operand: Operand) -> tuple[int, ...]:
         """Return the widths in which moments of a layer's operand were recorded."""
@@ -149,22 +171,32 @@ class MomentsOfTrace:
         )
 
     def _read_operands(self, table: pa.Table) -> None:
-        columns = ("site", "operand", "mean", "variance", "amax", "zero_share")
+        columns = ("step", "rank", "site", "operand", "mean", "variance", "amax", "zero_share")
         grouped: dict[tuple[str, str], list[tuple[Any, ...]]] = defaultdict(list)
-        for site, operand, *values in zip(
+        for step, rank, site, operand, mean, variance, amax, zeros in zip(
             *(table.column(name).to_pylist() for name in columns), strict=True
         ):
-            grouped[SiteKey.parse(site).layer, operand].append(tuple(values))
+            factor = 1.0
+            if operand == Operand.G:
+                factor = self._loss_scale / self._loss_scales.get((step, rank), 1.0)
+            grouped[SiteKey.parse(site).layer, operand].append(
+                (
+                    None if mean is None else mean * factor,
+                    None if variance is None else variance * factor**2,
+                    None if amax is None else amax * abs(factor),
+                    zeros,
+                )
+            )
         for key, found in grouped.items():
-            amax = [row[2] for row in found if row[2] is not None]
-            if amax:
-                self._amax[key] = max(amax)
+            largest = [row[2] for row in found if row[2] is not None]
+            if largest:
+                self._amax[key] = max(largest)
             known = [row for row in found if row[0] is not None and row[1] is not None]
             if known:
-                mean = float(np.mean([row[0] for row in known]))
+                center = float(np.mean([row[0] for row in known]))
                 square = float(np.mean([row[1] + row[0] ** 2 for row in known]))
-                zeros = float(np.mean([row[3] for row in known]))
-                self._tensor[key] = TensorMoments(mean, max(0.0, square - mean**2), zeros)
+                share = float(np.mean([row[3] for row in known]))
+                self._tensor[key] = TensorMoments(center, max(0.0, square - center**2), share)
 
 
 def pooled(parts: list[FeatureMoments]) -> FeatureMoments:

@@ -9,9 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 
 from loka_toolkit.artifacts.replay_results import Status
-from loka_toolkit.harness.judge import REPEATS, Judgement, Trial, judge, prepare, recipe_of
+from loka_toolkit.harness.judge import REPEATS, Judgement, judge
 from loka_toolkit.harness.kernel_names import kernels_run
 from loka_toolkit.harness.timing import Times, TimingPolicy, copies_needed, measure
+from loka_toolkit.harness.trial import Trial, prepare, recipe_of
 from loka_toolkit.harness.workloads import Workload
 from loka_toolkit.kernels.contract import Candidate, Chip, Side
 from loka_toolkit.numerics.metrics import SQNR_CEILING_DB, SQNR_FLOOR_DB

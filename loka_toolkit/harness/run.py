@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import datetime
 import fnmatch
-import hashlib
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -20,10 +17,8 @@ from loka_toolkit.artifacts.replay_results import ReplayFacts, ReplayResults, Re
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.environment import CPU_CHIP, Environment, current_environment
 from loka_toolkit.errors import (
-    ArtifactCorruptError,
     ConfigurationError,
     NoMatchError,
-    ReplayError,
     UnknownNameError,
 )
 from loka_toolkit.harness.bench import (
@@ -36,18 +31,15 @@ from loka_toolkit.harness.bench import (
     load_catalog,
 )
 from loka_toolkit.harness.isolation import IsolatedBench
-from loka_toolkit.harness.judge import UNQUANTIZED, recipe_of
+from loka_toolkit.harness.ledger import Job, Ledger, resumable, row_digest, row_of, saved_at_last
 from loka_toolkit.harness.moments import MomentsOfTrace
 from loka_toolkit.harness.outcome import Outcome
 from loka_toolkit.harness.timing import TimingPolicy, policy_for
-from loka_toolkit.harness.workloads import SHAPES_PER_SITE, Workload, select, workloads_of
-from loka_toolkit.kernels.contract import Candidate, Chip
+from loka_toolkit.harness.trial import UNQUANTIZED, recipe_of
+from loka_toolkit.harness.workloads import SHAPES_PER_SITE, select, workloads_of
+from loka_toolkit.kernels.contract import Candidate
 from loka_toolkit.numerics.recipes import parse_recipe
 
-JUDGE_VERSION = 1
-"""Raised when limits or measurements change, so that older rows are measured again."""
-
-_SAVE_EVERY_SECONDS = 10.0
 _GLOB = frozenset("*?[")
 
 
@@ -120,6 +112,7 @@ def replay(
         draws=draws,
         seed=seed,
         shapes_per_site=shapes_per_site,
+        threads=torch.get_num_threads(),
     )
     MomentsOfTrace(trace)
     plan = workloads_of(trace, shapes_per_site=shapes_per_site)
@@ -128,7 +121,7 @@ def replay(
     chosen_sites = set(select(plan.workloads, include, exclude))
     chip = chip_at(where)
     everything = [
-        _Job(index, workload, candidate, _row_digest(workload, candidate, settings, chip))
+        Job(index, workload, candidate, row_digest(workload, candidate, settings, chip))
         for index, workload in enumerate(plan.workloads)
         for candidate in known
     ]
@@ -145,6 +138,7 @@ def replay(
             "draws": draws,
             "seed": seed,
             "shapes_per_site": shapes_per_site,
+            "threads": settings.threads,
             "catalog": catalog,
             "not_dispatchable": list(plan.not_dispatchable),
             "shapes_left_out": plan.shapes_left_out,
@@ -154,16 +148,16 @@ def replay(
         complete=False,
     )
     destination = None if path is None else Path(path)
-    kept = {} if force or destination is None else _resumable(destination, trace)
+    kept = {} if force or destination is None else resumable(destination, trace)
     # Rows outside of this run's selection stay too, if this run would measure them the same way.
     rows = {job.digest: kept[job.digest] for job in everything if job.digest in kept}
-    ledger = _Ledger(destination, facts, rows, [job.digest for job in everything])
+    ledger = Ledger(destination, facts, rows, [job.digest for job in everything])
     done = sum(job.digest in rows for job in jobs)
-    with _saved_at_last(ledger), _bench(settings, isolate) as measure:
+    with saved_at_last(ledger), _bench(settings, isolate) as measure:
         for job in jobs:
             if job.digest in ledger.rows:
                 continue
-            row = _row(job, measure(job), chip)
+            row = row_of(job, measure(job), chip)
             ledger.add(row)
             done += 1
             if progress is True:
@@ -243,16 +237,8 @@ def resolve_device(device: str | torch.device | None) -> torch.device:
     return torch.device("cuda", index)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    index: int
-    workload: Workload
-    candidate: Candidate
-    digest: str
-
-
 class _Measure(Protocol):
-    def __call__(self, job: _Job) -> Measured: ...
+    def __call__(self, job: Job) -> Measured: ...
 
 
 @contextlib.contextmanager
@@ -264,7 +250,7 @@ def _bench(settings: BenchSettings, isolate: bool) -> Iterator[_Measure]:
     here = Bench(settings)
     lost: list[str] = []
 
-    def measure(job: _Job) -> Measured:
+    def measure(job: Job) -> Measured:
         if lost:
             detail = f"not run: an earlier candidate left the GPU unusable ({lost[0]})"
             return Measured(Outcome(Status.CRASHED, detail), NOT_DRAWN)
@@ -273,112 +259,6 @@ def _bench(settings: BenchSettings, isolate: bool) -> Iterator[_Measure]:
         return measured
 
     yield measure
-
-
-class _Ledger:
-    """The rows so far, written out every few seconds."""
-
-    def __init__(
-        self,
-        path: Path | None,
-        facts: ReplayFacts,
-        rows: dict[str, ReplayRow],
-        order: Sequence[str],
-    ) -> None:
-        self.rows = rows
-        self._path = path
-        self._facts = facts
-        self._order = order
-        self._saved_at = time.monotonic()
-
-    def add(self, row: ReplayRow) -> None:
-        self.rows[row.workload_digest] = row
-        if time.monotonic() - self._saved_at > _SAVE_EVERY_SECONDS:
-            self.save()
-
-    def complete(self) -> None:
-        self._facts = msgspec.structs.replace(self._facts, complete=True)
-
-    def results(self) -> ReplayResults:
-        found = [self.rows[digest] for digest in self._order if digest in self.rows]
-        return ReplayResults(rows=tuple(found), facts=self._facts)
-
-    def save(self) -> None:
-        if self._path is not None:
-            self.results().save(self._path)
-        self._saved_at = time.monotonic()
-
-
-@contextlib.contextmanager
-def _saved_at_last(ledger: _Ledger) -> Iterator[None]:
-    """Save whatever happens, so that an interrupt costs the row in flight only."""
-    try:
-        yield
-    finally:
-        ledger.save()
-
-
-def _resumable(path: Path, trace: Trace) -> dict[str, ReplayRow]:
-    if not path.exists():
-        return {}
-    try:
-        results = ReplayResults.load(path)
-    except ArtifactCorruptError as error:
-        raise ArtifactCorruptError(f"{error}; use --force to replace it") from None
-    if results.facts.trace_digest != trace.digest:
-        raise ReplayError(
-            f"{path} holds results of trace {results.facts.trace_digest[:12]}, and {trace.path} is "
-            f"trace {trace.digest[:12]}; choose another path, or --force to replace them"
-        )
-    return {row.workload_digest: row for row in results.rows}
-
-
-def _row_digest(
-    workload: Workload, candidate: Candidate, settings: BenchSettings, chip: Chip
-) -> str:
-    identity = {
-        "judge": JUDGE_VERSION,
-        "workload": workload.identity,
-        "candidate": [candidate.name, candidate.recipe, _version(candidate), candidate.abi],
-        "libraries": [str(torch.__version__), torch.version.cuda],
-        "policy": dataclasses.asdict(settings.policy),
-        "chip": [chip.name, chip.capability],
-        "draws": [settings.draws, settings.seed],
-    }
-    return hashlib.sha256(msgspec.json.encode(identity, order="sorted")).hexdigest()
-
-
-def _version(candidate: Candidate) -> str | None:
-    found = candidate.version()
-    return None if found is None else str(found)  # torch's own is a subclass that no encoder takes
-
-
-def _row(job: _Job, measured: Measured, chip: Chip) -> ReplayRow:
-    site, problem, candidate = job.workload.site, job.workload.problem, job.candidate
-    outcome = {
-        field.name: getattr(measured.outcome, field.name)
-        for field in dataclasses.fields(measured.outcome)
-    }
-    return ReplayRow(
-        site=str(site),
-        fqn=site.fqn,
-        call=site.call,
-        role=site.role.value,
-        batch=problem.batch,
-        m=problem.m,
-        n=problem.n,
-        k=problem.k,
-        dtype=job.workload.dtype,
-        candidate=candidate.name,
-        library=candidate.library,
-        version=_version(candidate),
-        recipe=candidate.recipe,
-        emulated=candidate.emulated,
-        inputs=measured.inputs,
-        chip=chip.name,
-        workload_digest=job.digest,
-        **outcome,
-    )
 
 
 def _environment_of(device: torch.device) -> Environment:

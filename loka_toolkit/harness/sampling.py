@@ -13,9 +13,12 @@ MOST_PRODUCTS = {"cpu": 2**26, "cuda": 2**32}
 """Multiplications per reference and per device: the emulated accumulator takes about a second for
 them on one CPU core."""
 
-MOST_ROWS = 512
-"""Output rows (and columns) judged at most: with one in each of 512 equal strata every tile of 32
-rows of an output of 16,384 rows is hit."""
+MOST_ROWS = 256
+"""Output rows (and columns) judged at most: with one in each of 256 equal strata, every tile of 64
+rows, the smallest common one, of an output of 16,384 rows is hit."""
+
+MOST_ELEMENTS = 2**20
+"""Output elements judged at most, over all batches."""
 
 _FEWEST = 32
 
@@ -39,7 +42,7 @@ class OutputSample:
         """Return the sample for A [.., M, K] times B [.., K, N]; the edges are always in it."""
         m, k, n = a.shape[-2], a.shape[-1], b.shape[-1]
         most_products = MOST_PRODUCTS.get(a.device.type, MOST_PRODUCTS["cpu"])
-        budget = max(_FEWEST**2, most_products // max(k, 1))
+        budget = max(_FEWEST**2, min(MOST_ELEMENTS, most_products // max(k, 1)))
         side = max(_FEWEST, min(MOST_ROWS, math.isqrt(budget)))
         rows, columns = min(m, side), min(n, side)
         # A narrow output leaves room for more of its long side.
@@ -98,16 +101,6 @@ class OutputSample:
         if self.batch is None or value.ndim < 3 or value.shape[0] == 1:
             return value
         return value.index_select(0, self.batch)
-
-
-def poison(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-    """Leave NaN where the allocator is likely to place the next output of that shape.
-
-    A kernel allocates its own output; freed blocks are handed out again, so that elements which it
-    never writes show up as NaN instead of as the right answer of the run before.
-    """
-    blocks = [torch.full(shape, torch.nan, dtype=dtype, device=device) for _ in range(2)]
-    del blocks
 
 
 def _strata(length: int, count: int, device: torch.device) -> torch.Tensor:

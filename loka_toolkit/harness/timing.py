@@ -82,7 +82,7 @@ POLICIES: dict[str, TimingPolicy] = {
             method=Method.HOST_CLOCK,
             warmups=1,
             repetitions=15,
-            seconds=0.1,
+            seconds=0.05,
             row_seconds=60.0,
         ),
         TimingPolicy(
@@ -178,6 +178,7 @@ def measure(calls: Sequence[Call], policy: TimingPolicy, device: torch.device) -
         raise
     except RuntimeError as error:
         torch.cuda.synchronize(device)
+        _end_failed_capture(device)
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         note = f"no CUDA graph could be captured ({reason}): timed with CUDA events"
         return _summary(_cuda_events(calls, policy, device), note)
@@ -255,6 +256,14 @@ def _cuda_graph(calls: Sequence[Call], policy: TimingPolicy, device: torch.devic
         if time.perf_counter() > deadline:
             break
     return times
+
+
+def _end_failed_capture(device: torch.device) -> None:
+    """Capture something that works: a failed capture leaves the random generators capturing."""
+    value = torch.zeros(1, device=device)
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        value += 1
+    torch.cuda.synchronize(device)
 
 
 def _event() -> torch.cuda.Event:

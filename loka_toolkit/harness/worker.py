@@ -13,6 +13,7 @@ import sys
 from typing import BinaryIO
 
 import msgspec
+import torch
 
 from loka_toolkit.errors import LokaError
 from loka_toolkit.harness.bench import Bench, BenchSettings
@@ -26,6 +27,7 @@ def main() -> None:
     # An interrupt is the parent's to handle: it saves what is there and ends this process.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=BenchSettings)
+    torch.set_num_threads(settings.threads)
     try:
         bench = Bench(settings)
     except LokaError as error:

@@ -66,51 +66,48 @@ def accumulate(a: torch.Tensor, b: torch.Tensor, accumulation: Accumulation) -> 
     steps = PROMOTION_INTERVAL // PRODUCTS_PER_STEP
     promote_every = None if accumulation is Accumulation.FAST else steps
     product = _tensor_core_product(
-        left.reshape(-1, *a.shape[-2:]),
-        right.mT.reshape(-1, b.shape[-1], b.shape[-2]),
-        promote_every,
+        left.reshape(-1, *a.shape[-2:]), right.reshape(-1, *b.shape[-2:]), promote_every
     ).reshape(exact.shape)
     return torch.where(torch.isfinite(exact), product, exact.to(torch.float32))
 
 
 def _tensor_core_product(
-    a: torch.Tensor, b_rows: torch.Tensor, promote_every: int | None
+    a: torch.Tensor, b: torch.Tensor, promote_every: int | None
 ) -> torch.Tensor:
-    """Multiply a[G,M,K] by b_rows[G,N,K] transposed, in blocks that fit a cache."""
+    """Multiply a[G,M,K] by b[G,K,N] in blocks of outputs whose products fit a cache."""
     padding = -a.shape[-1] % PRODUCTS_PER_STEP
-    a = torch.nn.functional.pad(a, (0, padding))
-    b_rows = torch.nn.functional.pad(b_rows, (0, padding))
-    groups, m, _ = a.shape
-    n = b_rows.shape[1]
+    # k comes first, so that what is reduced over k runs along contiguous outputs.
+    a = torch.nn.functional.pad(a, (0, padding)).permute(2, 0, 1).unsqueeze(-1).contiguous()
+    b = torch.nn.functional.pad(b, (0, 0, 0, padding)).permute(1, 0, 2).unsqueeze(-2).contiguous()
+    _, groups, m, _ = a.shape
+    n = b.shape[-1]
     outputs = max(1, _BLOCK_ELEMENTS.get(a.device.type, 1 << 18) // PRODUCTS_PER_STEP)
     rows = max(1, min(m, outputs // n))
     group_step = max(1, outputs // (m * n)) if rows == m else 1
     out = torch.empty(groups, m, n, dtype=torch.float32, device=a.device)
     for g in range(0, groups, group_step):
+        right = b[:, g : g + group_step]
         for i in range(0, m, rows):
-            part = a[g : g + group_step, i : i + rows]
-            out[g : g + group_step, i : i + rows] = _block_product(
-                part, b_rows[g : g + group_step], promote_every
-            )
+            left = a[:, g : g + group_step, i : i + rows]
+            out[g : g + group_step, i : i + rows] = _block_product(left, right, promote_every)
     return out
 
 
-def _block_product(
-    a: torch.Tensor, b_rows: torch.Tensor, promote_every: int | None
-) -> torch.Tensor:
-    a_power, b_power = _power_of_two(a), _power_of_two(b_rows)
-    shape = (a.shape[0], a.shape[1], b_rows.shape[1])
+def _block_product(a: torch.Tensor, b: torch.Tensor, promote_every: int | None) -> torch.Tensor:
+    """Multiply a[K,G,M,1] by b[K,G,1,N]; K is a multiple of 32."""
+    a_power, b_power = _power_of_two(a), _power_of_two(b)
+    shape = (a.shape[1], a.shape[2], b.shape[3])
     register = torch.zeros(shape, dtype=torch.float32, device=a.device)
     promoted = torch.zeros_like(register)
-    terms = torch.empty(*shape, PRODUCTS_PER_STEP, dtype=torch.float32, device=a.device)
-    for step, k in enumerate(range(0, a.shape[-1], PRODUCTS_PER_STEP)):
+    terms = torch.empty(PRODUCTS_PER_STEP, *shape, dtype=torch.float32, device=a.device)
+    for step, k in enumerate(range(0, a.shape[0], PRODUCTS_PER_STEP)):
         span = slice(k, k + PRODUCTS_PER_STEP)
-        torch.mul(a_power[:, :, None, span], b_power[:, None, :, span], out=terms)
-        alignment = torch.maximum(terms.amax(-1), _power_of_two(register))
+        torch.mul(a_power[span], b_power[span], out=terms)
+        alignment = torch.maximum(terms.amax(0), _power_of_two(register))
         quantum = alignment.clamp_(min=_SMALLEST_ALIGNMENT) * 2.0**-ACCUMULATOR_MANTISSA_BITS
         per_quantum = quantum.reciprocal()  # exact: a power of two
-        torch.mul(a[:, :, None, span], b_rows[:, None, :, span], out=terms)
-        total = terms.mul_(per_quantum[..., None]).trunc_().sum(-1)  # integers below 2**24: exact
+        torch.mul(a[span], b[span], out=terms)
+        total = terms.mul_(per_quantum).trunc_().sum(0)  # integers below 2**24: exact in any order
         total += (register * per_quantum).trunc_()
         register = _truncated(total * quantum)
         if promote_every is not None and (step + 1) % promote_every == 0:
@@ -121,9 +118,9 @@ def _block_product(
 
 def _power_of_two(x: torch.Tensor) -> torch.Tensor:
     """Return the largest power of two not above |x|; 0 for 0."""
-    return (x.contiguous().view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
+    return (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
 
 
 def _truncated(x: torch.Tensor) -> torch.Tensor:
     """Drop the mantissa bits that the accumulator does not have, toward zero."""
-    return (x.contiguous().view(torch.int32) & _TRUNCATION_MASK).view(torch.float32)
+    return (x.view(torch.int32) & _TRUNCATION_MASK).view(torch.float32)

@@ -47,7 +47,7 @@ def rounded(y: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     Arithmetic only, so it serves formats that torch does not store: any :class:`FloatFormat` of
     fewer exponent and mantissa bits than the dtype. Special cases are those of :func:`cast`.
     """
-    return _rounded(_saturated(y, fmt), fmt)
+    return _rounded(_saturated(y.detach(), fmt), fmt)
 
 
 def _saturated(y: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:

@@ -183,7 +183,7 @@ def _runs(data: Histogram, window: Window | None) -> list[tuple[str, int, int]]:
         center = data.edges_from + 0.5 * index + 0.25
         if window is None or data.top_spread is not None:
             return "safe-mark"
-        if center < window.flushed or center > window.top:
+        if center < window.flushed or (center > window.top and data.clips):
             return "unsafe-mark"
         return "insufficient-mark" if center < window.normal else "safe-mark"
 

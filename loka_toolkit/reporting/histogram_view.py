@@ -57,6 +57,24 @@ class Window:
 
 
 @dataclasses.dataclass(frozen=True)
+class Fates:
+    """What becomes of the non-zero finite elements, read off the histogram: shares in [0, 1].
+
+    Within a half octave elements are taken to be spread evenly, so each is off by at most the share
+    of the bin that its limit falls into.
+
+    Attributes:
+        flushed: Below half the smallest subnormal: they become zero.
+        subnormal: Below the smallest normal, but not flushed: they lose precision.
+        clipped: Above the largest finite value; none where the scale follows each step's amax.
+    """
+
+    flushed: float
+    subnormal: float
+    clipped: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Histogram:
     """The distribution of an operand's magnitudes over the sampled steps.
 
@@ -66,6 +84,9 @@ class Histogram:
         edges_from: log2 of the lower edge of the first bin drawn; bins are half octaves.
         shares: Share of the non-zero finite elements per bin.
         windows: Windows of the formats, the recipe's first; empty where no scale is known.
+        fates: What becomes of the elements in the recipe's window; None without a window and where
+            each row has its own.
+        clips: Whether elements above the window are clipped: only where the scale was fixed before.
         top_spread: 5 % and 95 % quantile of the window's top over rows, for rowwise scales.
         caption: What is to be seen, in sentences.
         alt: The figure in words.
@@ -76,6 +97,8 @@ class Histogram:
     edges_from: float
     shares: tuple[float, ...]
     windows: tuple[Window, ...]
+    fates: Fates | None
+    clips: bool
     top_spread: tuple[float, float] | None
     caption: str
     alt: str
@@ -108,6 +131,7 @@ def histogram(
     rows: Sequence[Mapping[str, Any]],
     decode_scales: Sequence[float],
     static: OperandScale | None,
+    loss_scale: float = 1.0,
 ) -> Histogram | str:
     """Return an operand's distribution, or a sentence saying why there is none.
 
@@ -119,6 +143,7 @@ def histogram(
         rows: Rows of the trace's table ``operands`` for it.
         decode_scales: Decode scales of the recipe at sampled steps, where one is for all elements.
         static: The static scale, if the map holds one.
+        loss_scale: Factor by which recorded gradients exceed those that static scales speak of.
     """
     name = _NAMES[operand]
     if not rows:
@@ -136,19 +161,25 @@ def histogram(
     spread = None
     note = "The recipe is not an FP8 recipe of this version, so no window is drawn."
     if recipe is not None:
+        unit = loss_scale if operand is Operand.G else 1.0
         form = recipe.formats[0 if side == "a" else 1]
-        top, spread, note = _top(cell, side, form, recipe, rows, decode_scales, static)
+        top, spread, note = _top(cell, side, form, recipe, rows, decode_scales, static, unit)
         windows = _windows(form, top) if top is not None else ()
     first, last = _drawn(counts, total)
     shares = counts / total
     cut = float(shares[:first].sum() + shares[last:].sum())
-    caption = _caption(name, rows, steps, shares, windows, spread is not None, note, cut)
+    clips = recipe is not None and recipe.scaling is Scaling.STATIC
+    fates = _fates(shares, windows[0], clips) if windows and spread is None else None
+    form_name = windows[0].format if windows else ""
+    caption = _caption(name, rows, steps, form_name, fates, note, cut)
     return Histogram(
         operand=operand.value,
         title=name,
         edges_from=HISTOGRAM_LOG2_MIN + first / _BINS_PER_OCTAVE,
         shares=tuple(float(f"{value:.6g}") for value in shares[first:last]),
         windows=windows,
+        fates=fates,
+        clips=clips,
         top_spread=spread,
         caption=caption,
         alt=f"Histogram of log2 of the magnitude of the {name}. {caption}",
@@ -186,6 +217,7 @@ def _top(
     rows: Sequence[Mapping[str, Any]],
     decode_scales: Sequence[float],
     static: OperandScale | None,
+    unit: float,
 ) -> tuple[float | None, tuple[float, float] | None, str]:
     """Return log2 of the largest value held, its spread over rows, and where the scale is from."""
     if recipe.scaling is Scaling.ROWWISE:
@@ -207,22 +239,24 @@ def _top(
             "the two dotted lines for nine in ten of them.",
         )
     if recipe.scaling is Scaling.STATIC and static is not None and form.name in static.scale:
-        scale = static.scale[form.name]
+        scale = static.scale[form.name] * unit
         if math.isfinite(scale) and scale > 0:
             return math.log2(scale * form.max), None, "The window is that of the static scale."
+    is_static = recipe.scaling is Scaling.STATIC
+    follows = "." if is_static else "; the scale follows each step's amax, so nothing is clipped."
     usable = [value for value in decode_scales if math.isfinite(value) and value > 0]
     if usable:
         return (
             math.log2(statistics.median(usable) * form.max),
             None,
-            "The window is that of the median scale over the sampled steps.",
+            "The window is that of the median scale over the sampled steps" + follows,
         )
     amaxes = [row["amax"] for row in rows if row["amax"] is not None and row["amax"] > 0]
     if recipe.scaling is Scaling.TENSORWISE and amaxes:
         return (
             math.log2(statistics.median(amaxes)),
             None,
-            "The window is that of a scale from the median amax over the sampled steps.",
+            "The window is that of a scale from the median amax over the sampled steps" + follows,
         )
     return None, None, "No window is drawn: the trace holds no scale of this recipe."
 
@@ -244,13 +278,21 @@ def _share_below(shares: np.ndarray[Any, Any], limit: float) -> float:
     return float(shares[:whole].sum()) + rest
 
 
+def _fates(shares: np.ndarray[Any, Any], window: Window, clips: bool) -> Fates:
+    flushed, faded, held = (
+        _share_below(shares, limit) for limit in (window.flushed, window.normal, window.top)
+    )
+    tiny = 1e-12
+    found = (flushed, faded - flushed, 1.0 - held if clips else 0.0)
+    return Fates(*(0.0 if value < tiny else min(value, 1.0) for value in found))
+
+
 def _caption(
     name: str,
     rows: Sequence[Mapping[str, Any]],
     steps: int,
-    shares: np.ndarray[Any, Any],
-    windows: tuple[Window, ...],
-    per_row: bool,
+    form_name: str,
+    fates: Fates | None,
     note: str,
     cut: float,
 ) -> str:
@@ -264,19 +306,14 @@ def _caption(
     if nonfinite:
         parts.append(f"{fmt.plural(nonfinite, 'Inf or NaN element')}.")
     parts.append(note)
-    if windows and not per_row:
-        window = windows[0]
-        flushed, faded = (_share_below(shares, x) for x in (window.flushed, window.normal))
-        above = 1.0 - _share_below(shares, window.top)
-        parts.append(
-            f"Of the non-zero elements about {fmt.share(_tidy(flushed)).text} are flushed to zero "
-            f"by {window.format}, {fmt.share(_tidy(faded - flushed)).text} become subnormal"
-            + (f", {fmt.share(above).text} lie above it." if above > 5e-4 else ".")
+    if fates is not None:
+        text = (
+            f"Of the non-zero elements about {fmt.share(fates.flushed).text} are flushed to zero "
+            f"by {form_name}, {fmt.share(fates.subnormal).text} become subnormal"
         )
+        if fates.clipped > 5e-4:
+            text += f", {fmt.share(fates.clipped).text} are clipped"
+        parts.append(f"{text}.")
     if cut > 0:
         parts.append(f"Tails holding {fmt.share(cut).text} are not drawn.")
     return " ".join(parts)
-
-
-def _tidy(value: float) -> float:
-    return 0.0 if abs(value) < 1e-12 else min(max(value, 0.0), 1.0)

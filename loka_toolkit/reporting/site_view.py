@@ -138,6 +138,8 @@ def details(safety: SafetyMap, rows: Sequence[SiteRow], trace: Trace | None, top
     operands = _operands(trace, layers)
     errors = _errors(trace, {(cell.site, cell.recipe) for cell, _ in featured.values()})
     scales = {(scale.layer, scale.operand): scale for scale in safety.facts.scales}
+    loss_scales = trace.steps["loss_scale"].to_pylist()
+    loss_scale = statistics.median(loss_scales) if loss_scales else 1.0
     cards = []
     for index, row in enumerate(chosen):
         cell, why = featured[row.site]
@@ -149,7 +151,14 @@ def details(safety: SafetyMap, rows: Sequence[SiteRow], trace: Trace | None, top
             decode = [e[f"scale_{side}"] for e in found if e[f"scale_{side}"] is not None]
             shown.append(
                 histogram(
-                    cell, side, operand, recipe, operands.get(key, []), decode, scales.get(key)
+                    cell,
+                    side,
+                    operand,
+                    recipe,
+                    operands.get(key, []),
+                    decode,
+                    scales.get(key),
+                    loss_scale,
                 )
             )
         shown.extend(series(cell, criterion, found) for criterion in criteria_shown(cell))

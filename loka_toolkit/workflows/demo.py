@@ -192,7 +192,7 @@ def train_step(
     """Take one optimizer step on the mean log loss and return the loss, detached."""
     optimizer.zero_grad(set_to_none=True)
     loss = F.binary_cross_entropy_with_logits(model(batch), batch.clicks)
-    loss.backward()
+    torch.autograd.backward(loss)
     optimizer.step()
     return loss.detach()
 
@@ -248,7 +248,8 @@ def _train_both_arms(
 ) -> _Outcome:
     plain = copy.deepcopy(model)
     plain_optimizer = torch.optim.Adam(plain.parameters(), lr=size.learning_rate)
-    plain_optimizer.load_state_dict(optimizer.state_dict())
+    # load_state_dict keeps the tensors it is given: without the copy both arms would share moments
+    plain_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     installation = install(model, table)
     for index in range(size.further_steps):
         batch = TensorBatch.of(log.batch(size.batch, size.recorded_steps + index))

@@ -85,7 +85,7 @@
       var count = 0;
       if (texts === null) {
         texts = rows.map(function (row) {
-          return row.textContent.toLowerCase();
+          return row.textContent.toLowerCase().replace(/\s+/g, " ");
         });
       }
       rows.forEach(function (row, index) {
@@ -93,7 +93,7 @@
           var wanted = control.value;
           if (wanted === "") return true;
           if (control.dataset.filter === "text") {
-            return texts[index].indexOf(wanted.toLowerCase()) !== -1;
+            return texts[index].indexOf(wanted.toLowerCase().replace(/\s+/g, " ")) !== -1;
           }
           return row.dataset[control.dataset.filter] === wanted;
         });

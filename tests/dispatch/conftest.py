@@ -225,7 +225,7 @@ def entry(
         layout="row,column",
         candidate=f"torch.scaled_mm/{recipe}",
         library="torch",
-        library_version=torch.__version__,
+        library_version=str(torch.__version__),
         recipe=recipe,
         scale_policy="static" if scales else "dynamic",
         scale_a=scales[0] if scales else None,

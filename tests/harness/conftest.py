@@ -40,6 +40,7 @@ class TraceWriter:
     sites: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     operands: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     moments: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    steps: list[dict[str, Any]] = dataclasses.field(default_factory=list)
 
     def site(self, fqn: str, role: str, dims: tuple[int, int, int, int], **changes: Any) -> None:
         batch, m, n, k = dims
@@ -117,6 +118,19 @@ class TraceWriter:
             }
         )
 
+    def step(self, step: int, loss_scale: float) -> None:
+        row: dict[str, Any] = {column.name: None for column in STEPS.columns}
+        fixed = {
+            "step": step,
+            "rank": 0,
+            "status": "recorded",
+            "loss_scale": loss_scale,
+            "seconds_recording": 0.0,
+            "gemm_flops_seen": 0.0,
+            "gemm_flops_unseen": 0.0,
+        }
+        self.steps.append(row | fixed)
+
     def linear(
         self,
         fqn: str,
@@ -164,7 +178,7 @@ class TraceWriter:
             SITES: self.sites,
             OPERANDS: self.operands,
             MOMENTS: self.moments,
-            STEPS: [],
+            STEPS: self.steps,
             ERRORS: [],
         }
         for schema, rows in tables.items():

@@ -13,6 +13,7 @@ import torch
 
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.kernels.contract import Candidate, Chip, Prepared, Problem, Side
+from loka_toolkit.kernels.torch_matmul import TorchMatmul
 from loka_toolkit.kernels.torch_scaled_mm import TorchScaledMM
 from loka_toolkit.numerics.recipes import parse_recipe
 
@@ -205,4 +206,25 @@ def interrupting_catalog() -> tuple[Candidate, ...]:
         Fake("good"),
         Fake("good-too", run_instead=_raise(KeyboardInterrupt())),
         Fake("nan", run_instead=_one_nan),
+    )
+
+
+def _too_big(a: Prepared, b: Prepared, out_dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(2**45, dtype=torch.uint8, device=a.data.device).to(out_dtype)
+
+
+def _device_assert(a: Prepared, b: Prepared, out_dtype: torch.dtype) -> torch.Tensor:
+    beyond = torch.full((1,), 10**6, device=a.data.device)
+    return a.data.to(torch.float32)[beyond]
+
+
+def cuda_catalog() -> tuple[Candidate, ...]:
+    """Products in bf16, so that any CUDA GPU takes part."""
+    bf16 = TorchMatmul("bf16")
+    options = {"recipe": "bf16", "prepare_instead": bf16.prepare}
+    return (
+        Fake("good", run_instead=bf16.run, **options),
+        Fake("too-big", run_instead=_too_big, **options),
+        Fake("asserts", run_instead=_device_assert, **options),
+        Fake("good-after", run_instead=bf16.run, **options),
     )

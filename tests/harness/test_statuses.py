@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 import pytest
@@ -23,7 +24,7 @@ EXPECTED = {
     "nan": (Status.WRONG_NUMERICS, "1 outputs are Inf or NaN where the reference is finite"),
     "transposed": (Status.WRONG_NUMERICS, "returned [48, 96] float32, expected [96, 48] float32"),
     "garbage": (Status.WRONG_NUMERICS, "kernel error of the product"),
-    "unwritten": (Status.WRONG_NUMERICS, None),
+    "unwritten": (Status.WRONG_NUMERICS, "1 outputs are Inf or NaN where the reference"),
     "lost-k-tile": (Status.WRONG_NUMERICS, "kernel error of the product"),
     "stale-tile": (Status.WRONG_NUMERICS, "kernel error of the product"),
     "unscaled": (Status.WRONG_NUMERICS, "kernel error of the product"),
@@ -68,9 +69,7 @@ def test_a_role_that_is_not_served_is_unsupported(forward_trace: Trace) -> None:
 
 @pytest.mark.usefixtures("fake_kernels")
 def test_hanging_and_dying_kernels_cost_their_row_only(forward_trace: Trace) -> None:
-    import dataclasses
-
-    policy = dataclasses.replace(POLICIES["cpu-median"], row_seconds=1.5)
+    policy = dataclasses.replace(POLICIES["cpu-median"], row_seconds=5.0)
     results = replay(
         forward_trace,
         catalog="fake_kernels:deadly_catalog",
@@ -86,7 +85,7 @@ def test_hanging_and_dying_kernels_cost_their_row_only(forward_trace: Trace) -> 
         "leaves": Status.CRASHED,
         "good-after": Status.OK,
     }
-    assert rows["hangs"].detail == "gave no answer within 1.5 s while judging"
+    assert rows["hangs"].detail == "gave no answer within 5 s while judging"
     assert "was killed by SIGSEGV" in (rows["segfaults"].detail or "")
     assert "ended with code 3" in (rows["leaves"].detail or "")
     assert "a library's last words" in (rows["leaves"].detail or "")

@@ -1,0 +1,115 @@
+"""Sentences to be read before the map."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from loka_toolkit.analysis.scales import AmaxSeries
+from loka_toolkit.artifacts.safety_map import Cell, Coverage, FitHealth, Verdict
+from loka_toolkit.artifacts.sites import Operand
+from loka_toolkit.artifacts.trace import Trace
+from loka_toolkit.numerics.tolerance import Tolerance
+
+FEW_STEPS = 10
+UNSEEN_SHARE = 0.05
+BIG_SHARE = 0.05
+DRIFT_DEVIATIONS = 4.0
+DRIFT_LOG2 = 1.0
+"""An amax drifts if its slope is this many standard errors from zero and, going on, would double or
+halve it before the next probe."""
+
+_NAMED = 5
+
+
+def alerts(
+    trace: Trace,
+    cells: Sequence[Cell],
+    health: FitHealth,
+    coverage: Coverage,
+    series: Sequence[AmaxSeries],
+    tolerance: Tolerance,
+    unknown_sites: Sequence[str],
+) -> tuple[str, ...]:
+    """Return the alerts of a map, those that matter most first."""
+    found = []
+    if not health.healthy:
+        found.append(
+            f"The fit is unhealthy, so nothing is called safe: {'; '.join(health.problems)}."
+        )
+    if not all(m.status.closed for m in trace.manifests):
+        found.append("The recording was not closed: the trace holds the steps flushed by then.")
+    for manifest in trace.manifests:
+        for event in manifest.events:
+            times = f" ({event.count} times)" if event.count > 1 else ""
+            found.append(f"Recorder, rank {manifest.rank}: {event.message}{times}")
+    if coverage.steps_skipped:
+        found.append(
+            f"{_steps(coverage.steps_skipped)} skipped as non-finite or failed; "
+            f"{coverage.steps_recorded} were recorded."
+        )
+    if coverage.steps_recorded < FEW_STEPS:
+        found.append(
+            f"Only {_steps(coverage.steps_recorded)} recorded: verdicts lean on what sites share."
+        )
+    total = coverage.flops_seen + coverage.flops_unseen
+    if total and coverage.flops_unseen > UNSEEN_SHARE * total:
+        reasons = ", ".join(
+            f"{reason} {flops / total:.0%}"
+            for reason, flops in sorted(coverage.unseen_reasons.items(), key=lambda r: -r[1])
+        )
+        found.append(
+            f"{coverage.flops_unseen / total:.0%} of the GEMM FLOPs were not seen"
+            + (f": {reasons}." if reasons else ".")
+        )
+    found.extend(_unsafe_alert(cells))
+    found.extend(_drift_alert(series, tolerance))
+    if unknown_sites:
+        found.append(
+            f"Errors of {len(unknown_sites)} sites are left out because the trace does not "
+            f"describe them: {_listed(unknown_sites)}."
+        )
+    return tuple(dict.fromkeys(found))
+
+
+def _unsafe_alert(cells: Sequence[Cell]) -> list[str]:
+    """Name sites that are unsafe under every recipe and do much of the work."""
+    verdicts: dict[str, set[Verdict]] = {}
+    shares: dict[str, float] = {}
+    for cell in cells:
+        verdicts.setdefault(cell.site, set()).add(cell.verdict)
+        shares[cell.site] = cell.flops_share
+    hopeless = [
+        site
+        for site, seen in verdicts.items()
+        if seen == {Verdict.UNSAFE} and shares[site] >= BIG_SHARE
+    ]
+    if not hopeless:
+        return []
+    hopeless.sort(key=lambda site: -shares[site])
+    named = [f"{site} ({shares[site]:.0%} of the FLOPs)" for site in hopeless]
+    return [f"Unsafe under every recipe considered: {_listed(named)}."]
+
+
+def _drift_alert(series: Sequence[AmaxSeries], tolerance: Tolerance) -> list[str]:
+    drifting = [
+        f"{s.operand} of {s.layer} ({s.per_step * tolerance.horizon_steps:+.1f} octaves)"
+        for s in sorted(series, key=lambda s: -abs(s.per_step))
+        if s.operand is Operand.G
+        and abs(s.slope_deviations) > DRIFT_DEVIATIONS
+        and abs(s.per_step) * tolerance.horizon_steps > DRIFT_LOG2
+    ]
+    if not drifting:
+        return []
+    return [
+        f"The largest gradient drifts; over the next {tolerance.horizon_steps:,} steps it would "
+        f"move: {_listed(drifting)}. Static scales of these will not last."
+    ]
+
+
+def _listed(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:_NAMED])
+    return shown + (f" and {len(names) - _NAMED} more" if len(names) > _NAMED else "")
+
+
+def _steps(count: int) -> str:
+    return f"{count} sampled step{' was' if count == 1 else 's were'}"
