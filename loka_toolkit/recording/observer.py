@@ -273,7 +273,7 @@ class Observer:
                 return
             moments = BatchMoments.of(x, self.settings.moments_width)
         record.operands.append(
-            OperandSample(key, operand, dataclasses.asdict(statistics), layer, moments)
+            OperandSample(key, operand, dict(vars(statistics)), layer, moments)
         )
 
 

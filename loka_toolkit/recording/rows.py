@@ -97,7 +97,7 @@ def _row(
         "rank": rank,
         "site": str(site.key),
         "recipe": name,
-        **dataclasses.asdict(error.metrics),
+        **vars(error.metrics),
         **site.casts[name],
         "impact_first_order": impact.first_order,
         "impact_second_order": impact.second_order,

@@ -3,14 +3,16 @@
 Scales come from the full tensors; only output rows and columns are sub-sampled. Errors with an
 exact accumulator are computed on every sampled element. An inexact accumulator is emulated product
 by product, some 25 times as costly, so where the sample is large its additional error is measured
-on evenly spaced *probe* rows and the figures are corrected by it: error metrics by the ratio on the
-probe rows, sums by a regression estimator (Cochran, Sampling Techniques, 1977, chapter 7), which
-takes the additional error as proportional to the product and adds the mean residual.
+on evenly spaced *probe* rows and the figures are corrected by it: error metrics by the ratio of the
+errors' energies there, sums by a regression estimator (Cochran, Sampling Techniques, 1977,
+chapter 7), which takes the additional error as proportional to the product and adds the mean
+residual.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import torch
 
@@ -19,6 +21,7 @@ from loka_toolkit.numerics.accumulation import accumulate
 from loka_toolkit.numerics.casting import CastEvents, cast, cast_events
 from loka_toolkit.numerics.formats import FloatFormat
 from loka_toolkit.numerics.metrics import (
+    RELATIVE_CEILING,
     SQNR_CEILING_DB,
     SQNR_FLOOR_DB,
     ProductError,
@@ -28,11 +31,11 @@ from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling
 from loka_toolkit.numerics.scaling import decode_scale, finite_amax
 from loka_toolkit.recording.products import Factors
 
-PROBE_PRODUCTS = 1 << 19
-"""Products emulated one by one per recipe and site: 2 ms on one CPU core."""
+PROBE_PRODUCTS = 1 << 18
+"""Products emulated one by one per recipe and site: 1 ms on one CPU core."""
 EXHAUSTIVE_PRODUCTS = 1 << 22
 """Products up to which a forward site's accumulator is emulated everywhere: 13 ms."""
-LEAST_PROBE_ROWS = 8
+LEAST_PROBE_ROWS = 6
 METRIC_ELEMENTS = 1 << 14
 """Output elements on which error metrics are computed: an SQNR within 0.1 dB."""
 LEAST_METRIC_ROWS = 64
@@ -248,9 +251,7 @@ def recipe_errors(
         total = _as_rows(casts.error(recipe, scales, recipe.accumulation, probe))
         without = rows[probe.flat]
         exact = _as_rows(sample.exact)[probe.flat]
-        corrected = _corrected(
-            metrics, product_error(exact, exact + without), product_error(exact, exact + total)
-        )
+        corrected = _corrected(metrics, exact, without, total)
         # Truncation shrinks a product in proportion to it; what is left varies little by row.
         energy = float(exact.square().sum())
         shrinkage = float(((total - without) * exact).sum()) / energy if energy else 0.0
@@ -350,25 +351,29 @@ def _select(x: torch.Tensor, indices: torch.Tensor | None, dim: int) -> torch.Te
 
 
 def _corrected(
-    all_rows: ProductError, without: ProductError, with_accumulator: ProductError
+    metrics: ProductError,
+    exact: torch.Tensor,
+    without: torch.Tensor,
+    with_accumulator: torch.Tensor,
 ) -> ProductError:
-    """Scale the metrics of all rows by what the accumulator changed on the probe rows."""
+    """Scale error metrics by what the accumulator changed of the error's energy on probe rows."""
+    before = float(without.square().sum())
+    after = float(with_accumulator.square().sum())
+    if not (math.isfinite(after) and before > 0 and after > 0):
+        return product_error(exact, exact + with_accumulator)
+    factor = math.sqrt(after / before)
+    shift = -20 * math.log10(factor)
 
-    def corrected(name: str, *, in_db: bool) -> float | None:
-        whole: float | None = getattr(all_rows, name)
-        low: float | None
-        high: float | None
-        low, high = getattr(without, name), getattr(with_accumulator, name)
-        if whole is None or low is None or high is None:
-            return high if whole is None else whole
-        if in_db:
-            return float(min(max(whole + (high - low), SQNR_FLOOR_DB), SQNR_CEILING_DB))
-        return float(whole * (high / low) if low > 0 else whole + (high - low))
+    def scaled(value: float | None) -> float | None:
+        return None if value is None else min(value * factor, RELATIVE_CEILING)
+
+    def shifted(value: float | None) -> float | None:
+        return None if value is None else min(max(value + shift, SQNR_FLOOR_DB), SQNR_CEILING_DB)
 
     return ProductError(
-        relative_frobenius=corrected("relative_frobenius", in_db=False),
-        sqnr_db=corrected("sqnr_db", in_db=True),
-        row_sqnr_db_p05=corrected("row_sqnr_db_p05", in_db=True),
-        element_error_median=corrected("element_error_median", in_db=False),
-        element_error_mean=corrected("element_error_mean", in_db=False),
+        relative_frobenius=scaled(metrics.relative_frobenius),
+        sqnr_db=shifted(metrics.sqnr_db),
+        row_sqnr_db_p05=shifted(metrics.row_sqnr_db_p05),
+        element_error_median=scaled(metrics.element_error_median),
+        element_error_mean=scaled(metrics.element_error_mean),
     )

@@ -164,8 +164,8 @@ def test_canonical_products_give_the_right_gradients(side, transposed, of):
         left, right = right.T, left.T
     forward = ForwardOperands(1, 2, 3, 7, 5, side, False)
     other = 2 if of == "a" else 1
-    names = (other, 9) if (of == "a") == transposed else (9, other)
-    match = match_gradient(forward, left.shape, right.shape, *names, already_seen=set())
+    storages = (other, 9) if (of == "a") == transposed else (9, other)
+    match = match_gradient(forward, left.shape, right.shape, *storages, already_seen=set())
     assert match is not None and (match.of, match.transposed) == (of, transposed)
     product = Product("aten.mm.default", left, right, left @ right, 1.0, False)
     factors, gradient = gradient_factors(product, forward, match)
