@@ -19,6 +19,13 @@ from loka_toolkit.recording.logits import read_logits
 from loka_toolkit.recording.loss import CapturedLoss
 from loka_toolkit.recording.modules import ModelNames, ModuleTracker
 from loka_toolkit.recording.observer import Observer
+from loka_toolkit.recording.operators import (
+    ACTIVATIONS,
+    COPIES,
+    NORMS,
+    OTHER_PRODUCTS,
+    unseen_flops,
+)
 from loka_toolkit.recording.products import (
     ForwardOperands,
     Product,
@@ -31,62 +38,6 @@ from loka_toolkit.recording.storages import ParameterMap, StorageRegistry
 from loka_toolkit.recording.trails import ShapeTrails
 
 aten = torch.ops.aten
-
-_COPIES = frozenset({aten._to_copy, aten.clone})
-_NORMS = frozenset(
-    {
-        aten.native_layer_norm,
-        aten.native_batch_norm,
-        aten._native_batch_norm_legit,
-        aten._batch_norm_with_update,
-        aten.cudnn_batch_norm,
-        aten.miopen_batch_norm,
-        aten.native_group_norm,
-        aten._fused_rms_norm,
-    }
-)
-_ACTIVATIONS = frozenset(
-    {
-        aten.relu,
-        aten.relu_,
-        aten.gelu,
-        aten.silu,
-        aten.sigmoid,
-        aten.tanh,
-        aten.leaky_relu,
-        aten.elu,
-        aten.hardswish,
-        aten.hardtanh,
-        aten.add,
-        aten.mul,
-        aten.native_dropout,
-        aten.clone,
-        aten._to_copy,
-    }
-)
-"""Operators that may stand between a product and the norm that it feeds."""
-
-_OTHER_PRODUCTS: dict[Any, Callable[..., float]] = {
-    aten.mv: lambda a, b, *_: 2.0 * a.numel(),
-    aten.addmv: lambda _, a, *__: 2.0 * a.numel(),
-    aten.dot: lambda a, *_: 2.0 * a.numel(),
-    aten.addbmm: lambda _, a, b, *__: 2.0 * a.numel() * b.shape[-1],
-    aten._trilinear: lambda a, b, c, *_: 0.0,
-    aten.mkldnn_rnn_layer: lambda *_: 0.0,
-    aten.mkldnn_rnn_layer_backward: lambda *_: 0.0,
-    aten._cudnn_rnn: lambda *_: 0.0,
-    aten._cudnn_rnn_backward: lambda *_: 0.0,
-    # Two products forward, five backward.
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_: (
-        4.0 * q.numel() * k.shape[-2]
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, *_: (
-        10.0 * q.numel() * k.shape[-2]
-    ),
-    aten._grouped_mm: lambda a, b, *_: 2.0 * a.numel() * b.shape[-1],
-}
-"""Work that is no site yet; FLOPs where they are cheap to tell, else 0: the reason still counts."""
-
 
 _LARGEST_LOGITS = 1 << 20
 """Inputs of sigmoids up to this size are kept for the step: one of them may be the logits."""
@@ -217,18 +168,18 @@ class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
         product = product_of(func, args, kwargs, out)
         if product is not None:
             self._on_product(product, sequence)
-        elif packet in _OTHER_PRODUCTS or packet in flop_registry:
-            self._on_other_product(packet, args, kwargs, out)
-        elif packet in _NORMS:
+        elif packet in OTHER_PRODUCTS or packet in flop_registry:
+            self._unseen(f"operator {packet}", unseen_flops(packet, args, kwargs, out))
+        elif packet in NORMS:
             result = out[0] if isinstance(out, tuple | list) else out
             self._on_norm(self._tracker.current, args[0], result, str(func))
-        if packet in _COPIES:
+        if packet in COPIES:
             self._parameters.follow(args[0], out)
         if _backward_node() is None:
             self._trails.follow(func, args, out)
             if packet is aten.sigmoid and args[0].numel() <= _LARGEST_LOGITS:
                 self._sigmoid_inputs[self._registry.name(out)] = args[0].detach().clone()
-            if packet in _ACTIVATIONS:
+            if packet in ACTIVATIONS:
                 self._pass_on_output(args[0], out)
 
     # Forward and backward
@@ -393,19 +344,6 @@ class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
         # An addend such as an attention mask may be infinite on purpose.
         if not product.has_addend and not bool(torch.isfinite(product.out).all()):
             self._record.nonfinite = self._record.nonfinite or f"a product of {key} is not finite"
-
-    def _on_other_product(
-        self, packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
-    ) -> None:
-        known = _OTHER_PRODUCTS.get(packet)
-        try:
-            if known is not None:
-                flops = float(known(*args))
-            else:
-                flops = float(flop_registry[packet](*args, **kwargs, out_val=out))
-        except (TypeError, ValueError, AttributeError, AssertionError):
-            flops = 0.0
-        self._unseen(f"operator {packet}", flops)
 
     def _unseen(self, reason: str, flops: float) -> None:
         self._record.flops_unseen[reason] += flops

@@ -11,6 +11,7 @@ from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
 from loka_toolkit.numerics.recipes import Scaling
 from loka_toolkit.recording.gradients import example_gradient_squares, gradient_columns
 from loka_toolkit.recording.layers import Layer, OperandSample, SiteErrors, StepRecord
+from loka_toolkit.recording.memory import StaticAmax
 from loka_toolkit.recording.moments import BatchMoments
 from loka_toolkit.recording.products import (
     Factors,
@@ -33,27 +34,6 @@ from loka_toolkit.recording.whatif import (
     contraction_axes,
     recipe_errors,
 )
-
-
-@dataclasses.dataclass
-class StaticAmax:
-    """Largest amax of every operand over the earlier sampled steps; g relative to the loss scale.
-
-    Attributes:
-        known: Amax by layer name and operand.
-    """
-
-    known: dict[tuple[str, str], float] = dataclasses.field(default_factory=dict)
-
-    def of_layer(self, layer: str) -> dict[str, float]:
-        """Return the amax of a layer's operands by name; that of g at loss scale 1."""
-        return {operand: amax for (name, operand), amax in self.known.items() if name == layer}
-
-    def update(self, layer: str, operand: str, amax: float, loss_scale: float) -> None:
-        """Note an operand's amax at a step that counted."""
-        relative = amax / loss_scale if operand == Operand.G else amax
-        key = (layer, operand)
-        self.known[key] = max(relative, self.known.get(key, 0.0))
 
 
 @dataclasses.dataclass
@@ -272,9 +252,7 @@ class Observer:
                 )
                 return
             moments = BatchMoments.of(x, self.settings.moments_width)
-        record.operands.append(
-            OperandSample(key, operand, dict(vars(statistics)), layer, moments)
-        )
+        record.operands.append(OperandSample(key, operand, dict(vars(statistics)), layer, moments))
 
 
 def _cast_columns(factors: Factors, book: ScaleBook, error: Any) -> dict[str, Any]:

@@ -20,9 +20,9 @@ from loka_toolkit.recording.events import EventLog
 from loka_toolkit.recording.interception import Interception
 from loka_toolkit.recording.layers import StepRecord
 from loka_toolkit.recording.loss import BackwardWatch
+from loka_toolkit.recording.memory import RunMemory
 from loka_toolkit.recording.modules import ModelNames
-from loka_toolkit.recording.moments import RunningMoments
-from loka_toolkit.recording.observer import Observer, StaticAmax
+from loka_toolkit.recording.observer import Observer
 from loka_toolkit.recording.schedule import Schedule
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.units import LossUnits, StepFacts, resolve_units, understand_step
@@ -53,9 +53,8 @@ class Recorder:
         self._settings = settings
         self._writer = TraceWriter(settings)
         self._events = EventLog()
-        self._static = StaticAmax()
-        self._observer = Observer(settings, self._static, self._names.types)
-        self._moments: dict[tuple[str, str], RunningMoments] = {}
+        self._memory = RunMemory()
+        self._observer = Observer(settings, self._memory.static, self._names.types)
         self._known_sites: set[tuple[Any, ...]] = set()
         self._step = 0
         self._recorded = 0
@@ -239,7 +238,7 @@ class Recorder:
             try:
                 errors = rows.error_rows(record, rank, units)
                 operands = rows.operand_rows(record, rank)
-                self._remember(record, units)
+                self._memory.add(record, units, self._events)
             except Exception as failure:
                 self._fail(failure)
                 status, reason = "failed", str(failure)
@@ -294,32 +293,6 @@ class Recorder:
                 fresh.append(row)
         self._writer.add(SITES, fresh)
 
-    def _remember(self, record: StepRecord, units: LossUnits) -> None:
-        """Accumulate moments and amax; those of g are relative to the loss scale."""
-        for sample in record.operands:
-            if sample.layer is None or sample.moments is None:
-                continue
-            site, scale = sample.site, 1.0
-            if sample.operand == "g":
-                site, scale = sample.layer.gradient_site, units.loss_scale
-            key = (str(site), str(sample.operand))
-            batch = sample.moments.divided_by(scale)
-            running = self._moments.get(key)
-            if running is None:
-                self._moments[key] = RunningMoments(batch)
-            elif running.width == batch.width:
-                running.merge(batch)
-            else:
-                self._events.add(
-                    "width-changed",
-                    f"operand {key[1]} of {key[0]} changed its width; its moments are those of the "
-                    "first width",
-                    record.step,
-                )
-            amax = sample.statistics["amax"]
-            if amax is not None:
-                self._static.update(site.layer, key[1], amax, abs(scale))
-
     # Edges
 
     def _flush(self, *, closed: bool) -> None:
@@ -328,7 +301,7 @@ class Recorder:
             # The step under way counts: its rows are in this flush.
             status = RunStatus(False, self._step + 1, self._recorded)
         try:
-            self._writer.flush(status, self._events.snapshot(), self._moments)
+            self._writer.flush(status, self._events.snapshot(), self._memory.moments)
         except OSError as error:
             self._is_disabled = True
             self._events.add(

@@ -24,8 +24,9 @@ from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES, Scaling, parse_r
 from loka_toolkit.recording.interception import Interception
 from loka_toolkit.recording.layers import Layer, StepRecord
 from loka_toolkit.recording.loss import BackwardWatch, CapturedLoss, capture
+from loka_toolkit.recording.memory import StaticAmax
 from loka_toolkit.recording.modules import ModelNames
-from loka_toolkit.recording.observer import Observer, StaticAmax
+from loka_toolkit.recording.observer import Observer
 from loka_toolkit.recording.products import product_of
 from loka_toolkit.recording.rows import forward_impacts
 from loka_toolkit.recording.settings import RecorderSettings
