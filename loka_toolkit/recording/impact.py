@@ -102,15 +102,14 @@ def impact_of(changes: torch.Tensor, terms: ExampleTerms) -> Impact:
     second = scale * 0.5 * float((terms.curvature * moves.square()).sum()) / total
     if not terms.is_log_loss:
         return Impact(first, second, error, "ok", None)
-    vanished = int((~alive).sum())
-    if vanished:
+    if terms.saturated:
         return Impact(
             first,
             second,
             error,
             "beyond-validity",
-            f"{vanished} of {sampled} examples are saturated: their gradient vanishes, so what the "
-            "error does to their logits cannot be seen",
+            f"{terms.saturated} of {total} examples are saturated: their gradient vanishes, so "
+            "what the error does to their logits cannot be seen",
         )
     return _judged(first, second, error, moves, exact=True)
 

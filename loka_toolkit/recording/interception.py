@@ -134,7 +134,7 @@ class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._record.loss is not None:
             return
         self._record.loss = loss
-        if not loss.saturated:
+        if not loss.saturated_count:
             return
         logit = None
         if loss.prediction is not None:

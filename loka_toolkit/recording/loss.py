@@ -22,6 +22,9 @@ PRODUCT_NODES = frozenset(
 VANISHING_SLOPE = 1e-30
 """A slope below this is one that float32 gradients cannot carry: the example is saturated."""
 
+_BCE_EPSILON = 1e-12
+"""EPSILON of binary_cross_entropy_backward in ATen/native/Loss.cpp."""
+
 _REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
 
 
@@ -48,7 +51,7 @@ class CapturedLoss:
         target: Target of every term, float64 [terms], of a binary log loss.
         weights: Weight of every term, likewise.
         from_logits: Whether the node's input is the logit and not the probability.
-        saturated: Terms of a log loss whose gradient vanishes in the training dtype.
+        saturated: Which terms of a log loss lose their gradient in the training dtype, bool.
         bypassing: Sequence numbers of products that reach the total other than through the node.
     """
 
@@ -70,7 +73,12 @@ class CapturedLoss:
     target: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     from_logits: bool = False
-    saturated: int = 0
+    saturated: torch.Tensor | None = None
+
+    @property
+    def saturated_count(self) -> int:
+        """Number of saturated terms."""
+        return 0 if self.saturated is None else int(self.saturated.sum())
 
     def release(self) -> None:
         """Let go of the graph."""
@@ -178,7 +186,13 @@ def _binary_log_loss(node: Any, captured: CapturedLoss) -> None:
     captured.loss_node, captured.prediction = node, prediction
     captured.target, captured.weights = y, weights
     captured.slope = weights * (p - y)
-    captured.saturated = int((captured.slope.abs() <= VANISHING_SLOPE).sum())
+    vanishing = captured.slope.abs() <= VANISHING_SLOPE
+    if not from_logits:
+        # PyTorch divides by max(p (1 - p), 1e-12), and the sigmoid multiplies by p (1 - p).
+        damping = (p * (1 - p) / _BCE_EPSILON).clamp(max=1)
+        captured.slope = captured.slope * damping
+        vanishing = vanishing | ((damping < 1) & ((p - y).abs() > 0.5))
+    captured.saturated = vanishing
     captured.curvature = weights * p * (1 - p)
 
 

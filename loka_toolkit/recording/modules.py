@@ -71,6 +71,11 @@ class ModelNames:
         )
         return cls(modules, types, parameters, owners, compiled)
 
+    @property
+    def has_batch_norm(self) -> bool:
+        """Whether a module normalizes over examples."""
+        return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.modules)
+
     def is_norm(self, module: nn.Module) -> bool:
         """Whether a module normalizes, by its type or by its class name."""
         if isinstance(module, _NORM_TYPES):

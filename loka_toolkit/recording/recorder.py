@@ -100,6 +100,12 @@ class Recorder:
                 + "; recorded steps run it eagerly where torch allows it, which rounds otherwise "
                 "and draws other dropout masks, and what runs compiled is not seen",
             )
+        if self._names.has_batch_norm:
+            self._events.add(
+                "examples-mix",
+                "batch normalization makes examples depend on each other: the first order of "
+                "impact accounts for that, the second order does not",
+            )
         self._safely(self._begin_step)
         return self
 
@@ -125,7 +131,8 @@ class Recorder:
         """Tell that an optimizer step is done.
 
         Every argument is optional: what is not given is read off the autograd graph where the loss
-        is of a known kind.
+        is of a known kind. With several micro-batches per step, only the first is recorded, and
+        the arguments speak of that one.
 
         Args:
             loss: The loss, in the units of the training script.
@@ -230,7 +237,7 @@ class Recorder:
             lambda message: self._events.add("contradiction", message, record.step, warn=True),
         )
         self._last_said = said
-        if units.saturated:
+        if units.saturated_count:
             self._note_saturation(record, units)
         status, reason = self._judge(record, units)
         rank = self._settings.rank

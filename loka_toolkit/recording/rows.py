@@ -22,6 +22,10 @@ from loka_toolkit.recording.layers import Layer, SiteErrors, StepRecord
 from loka_toolkit.recording.units import LossUnits
 from loka_toolkit.recording.whatif import RecipeError
 
+_ALIVE_SLOPE = 1e-3
+"""Slopes above this are the same in float32 and in float64 to within 1e-4."""
+_LARGEST_MISMATCH = 0.05
+
 _NOT_A_LOSS = "a gradient site changes the update and not the loss"
 
 
@@ -146,10 +150,35 @@ def forward_impacts(record: StepRecord, layer: Layer, units: LossUnits) -> dict[
     if isinstance(grouped, str):
         return {error.recipe.name: Impact.unknown(grouped) for error in errors}
     examples, example_of_row = grouped
+    if not _are_separable(layer, examples, example_of_row, units):
+        why = "examples are saturated, and the others' logits do not depend on their own rows alone"
+        return {error.recipe.name: Impact.unknown(why) for error in errors}
     return {
         error.recipe.name: _impact(layer, error, examples, example_of_row, units)
         for error in errors
     }
+
+
+def _are_separable(
+    layer: Layer, examples: torch.Tensor, example_of_row: torch.Tensor, units: LossUnits
+) -> bool:
+    """Whether slope times logit derivative is the gradient, where examples are not saturated.
+
+    The pass from the logits adds them all up, so it says nothing of single examples where they
+    depend on each other, as through batch normalization; the gradient of the loss tells.
+    """
+    if layer.logit_rows is None or layer.gradient_rows is None:
+        return True
+    if units.slope is None or units.divisor is None or units.examples is None:
+        return True
+    slope = units.slope[examples][example_of_row].to(layer.logit_rows.device)
+    alive = slope.abs() > _ALIVE_SLOPE
+    if units.saturated is not None:
+        alive &= ~units.saturated[examples][example_of_row].to(alive.device)
+    gradient = layer.gradient_rows[alive].to(torch.float64) / units.divisor
+    expected = layer.logit_rows[alive].to(torch.float64) * slope[alive].unsqueeze(1)
+    difference = gradient - expected / units.examples
+    return bool(difference.norm() <= _LARGEST_MISMATCH * gradient.norm())
 
 
 def _why_not(layer: Layer, units: LossUnits) -> str | None:
@@ -215,7 +244,7 @@ def _impact(
         slope=units.slope[examples] if known and units.slope is not None else None,
         curvature=units.curvature[examples] if known and units.curvature is not None else None,
         is_log_loss=units.is_log_loss,
-        saturated=units.saturated,
+        saturated=units.saturated_count,
     )
     if layer.logit_rows is not None and terms.slope is not None:
         moved = layer.logit_rows.to(torch.float64) * layer.alpha

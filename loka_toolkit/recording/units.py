@@ -122,7 +122,7 @@ class LossUnits:
         slope: d term / d prediction of every example, float64, or None.
         curvature: Second derivative, likewise.
         is_log_loss: Whether the prediction is a logit.
-        saturated: Examples whose gradient vanishes in the training dtype.
+        saturated: Which terms lose their gradient in the training dtype, bool; None if unknown.
         bypassing: Sequence numbers of products that the known loss does not cover.
         reason: Why impact cannot be computed; None if it can.
     """
@@ -138,9 +138,14 @@ class LossUnits:
     slope: torch.Tensor | None
     curvature: torch.Tensor | None
     is_log_loss: bool
-    saturated: int
+    saturated: torch.Tensor | None
     bypassing: frozenset[int]
     reason: str | None
+
+    @property
+    def saturated_count(self) -> int:
+        """Number of saturated terms."""
+        return 0 if self.saturated is None else int(self.saturated.sum())
 
     def layout(self, leading: tuple[int, ...]) -> RowLayout | str:
         """Return where the examples are among rows flattened from ``leading``, or why not."""
@@ -194,7 +199,7 @@ def resolve_units(
         slope=slope,
         curvature=curvature,
         is_log_loss=seen is not None and seen.is_log_loss,
-        saturated=seen.saturated if seen is not None else 0,
+        saturated=None if seen is None or seen.saturated is None else seen.saturated.cpu(),
         bypassing=seen.bypassing if seen is not None and _is_guarded(said) else frozenset(),
         reason=reason,
     )

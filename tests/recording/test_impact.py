@@ -362,6 +362,29 @@ def test_saturated_examples_are_followed_from_their_logits(record_run, linear_ef
     assert row.impact_status == "ok"
 
 
+def test_batch_normalization_mixes_examples(record_run, linear_effect):
+    """The first order accounts for it; where examples are saturated nothing is claimed."""
+    x, y = clicks(39)
+    torch.manual_seed(8)
+    model = nn.Sequential(nn.Linear(13, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+    def loss(m: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.binary_cross_entropy(torch.sigmoid(m(x)).squeeze(-1), y)
+
+    run = record_run(model, lambda _: loss(model, x, y), name="plain")
+    assert "examples-mix" in run.events
+    measured = linear_effect(model, "0", (x, y), loss)
+    row = run.error("0#0:fwd")
+    assert row.impact_first_order == pytest.approx(measured, rel=1e-3, abs=1e-8)
+    with torch.no_grad():
+        model[3].weight.mul_(40)
+    run = record_run(model, lambda _: loss(model, x, y), name="saturated")
+    assert "saturated-examples" in run.events
+    assert run.error("0#0:fwd").impact_status == "unknown"
+    assert "rows alone" in run.error("0#0:fwd").impact_reason
+    assert run.error("3#0:fwd").impact_status in ("ok", "beyond-validity")
+
+
 def test_squared_error_has_its_exact_second_order(record_run, linear_effect):
     model, (x, y) = click_model(), clicks(39)
 
