@@ -133,18 +133,22 @@ def test_predicted_impact_is_the_directional_derivative(recorded, record_propert
             deviation = abs(row["impact_first_order"] / slopes[0] - 1)
             worst = max(worst, deviation)
             assert deviation < 0.10, (site, name, row["impact_first_order"], slopes)
+            both = row["impact_first_order"] + row["impact_second_order"]
+            if site == "linear_model#0:fwd":
+                # The logit is linear in this site's error: only third order is left out.
+                replaced = loss(index, error, 1.0) - loss(index, error, 0.0)
+                assert both == pytest.approx(replaced, rel=0.02), name
+                closer += abs(both - replaced) < abs(row["impact_first_order"] - replaced)
             if row["impact_status"] == "ok":
                 within += 1
                 replaced = loss(index, error, 1.0) - loss(index, error, 0.0)
-                both = row["impact_first_order"] + row["impact_second_order"]
                 # 1e-6 is a ten-thousandth of the 0.02 % budget of this loss: ReLUs that flip.
                 assert both == pytest.approx(replaced, rel=0.25, abs=1e-6), (site, name)
-                closer += abs(both - replaced) <= abs(row["impact_first_order"] - replaced)
     print(
         f"{checked} of {len(forward) * len(DYNAMIC)} checked, worst deviation {worst:.2%}; "
-        f"{within} within validity, second order helped {closer}"
+        f"{within} within validity, second order brought {closer} of 5 linear sites closer"
     )
-    assert checked >= 20
+    assert checked >= 20 and closer == 5
 
 
 def test_the_input_layer_loses_its_embeddings_tensorwise(recorded):
