@@ -71,7 +71,7 @@ def write_trace(
     closed: bool = True,
     rank: int = 0,
 ) -> Path:
-    """Write one rank of a trace; columns that are not given are null, or neutral where they must be.
+    """Write one rank of a trace; columns not given are null, or neutral where they must be.
 
     Args:
         path: Directory of the trace.

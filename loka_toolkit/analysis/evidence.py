@@ -116,6 +116,12 @@ def discounted(statistics: Statistics, discount: FloatArray) -> Statistics:
     return Statistics(count=effective, mean=statistics.mean, squares=squares)
 
 
+def varies(statistics: Statistics) -> bool:
+    """Whether any cell varies from step to step by more than the resolution."""
+    floor = RESOLUTION_DB**2 * np.maximum(statistics.count - 1.0, 0.0)
+    return bool((statistics.squares > floor * (1.0 + 1e-9)).any())
+
+
 def _discount(observed: Observations) -> tuple[FloatArray, float]:
     """Return the share of each cell's steps that counts [C], and a typical autocorrelation.
 

@@ -9,8 +9,8 @@ import numpy as np
 from scipy import special
 
 from loka_toolkit.analysis.design import Design
-from loka_toolkit.analysis.evidence import RESOLUTION_DB, Evidence
 from loka_toolkit.analysis.events import pool
+from loka_toolkit.analysis.evidence import RESOLUTION_DB, Evidence
 from loka_toolkit.analysis.fit import HyperDraws
 from loka_toolkit.analysis.model import LOG_SHAPE
 from loka_toolkit.artifacts.safety_map import Criterion

@@ -1,7 +1,7 @@
 """What a site costs: the change of the loss (forward) or of the update (gradients), per cell.
 
-First orders are signed and noisy from step to step: they are shrunk over steps with a normal model
-whose scale is pooled over the map, and floored at zero, so that nothing selects the noise. Second
+First orders are signed and noisy from step to step: they are shrunk over steps with normal models
+whose scales are pooled over the map, and floored at zero, so that nothing selects the noise. Second
 orders are positive: their mean over steps is Gamma distributed with a pooled relative spread.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 
 import numpy as np
-from scipy import optimize, special
+from scipy import special
 
 from loka_toolkit.numerics.posterior import (
     FloatArray,
@@ -24,8 +24,9 @@ DRAWS = 2000
 """Draws per cell from which the interval of an impact is read."""
 
 _PRIOR_STEPS = 4.0
-_LOG_WEIGHT = (0.0, 2.0)
-_LOG_WEIGHT_BOUNDS = (-7.0, 7.0)
+_WEIGHTS = np.logspace(-6.0, 4.0, 21)
+_EM_ROUNDS = 200
+_PSEUDO_CELLS = 1.0
 _LOG_RELATIVE_SPREAD = 1.0
 _SMALLEST = 1e-30
 _CHUNK = 500
@@ -74,16 +75,14 @@ def loss_impact(
     lo, hi, p_above = np.full(shape, np.nan)
     for start in range(0, len(steps), _CHUNK):
         part = slice(start, min(start + _CHUNK, len(steps)))
-        df = 2.0 * first.alpha[part]
-        sd = np.sqrt(first.beta[part] / (first.alpha[part] * first.kappa[part]))
-        theta = first.mu[part] + sd * rng.standard_t(df, (DRAWS, len(df)))
+        theta = first.sample(DRAWS, part, rng)
         worth = np.maximum(steps[part], 1.0) / np.square(spread[part])
-        gamma = rng.standard_gamma(worth, (DRAWS, len(df))) / worth * second.mean[part]
+        gamma = rng.standard_gamma(worth, theta.shape) / worth * second.mean[part]
         total = np.maximum(theta, 0.0) + gamma
         lo[part], hi[part] = np.quantile(total, (0.05, 0.95), axis=0)
         p_above[part] = (total > allotment[part]).mean(axis=0)
     none = steps == 0
-    mean = np.maximum(first.mu, 0.0) + second.mean
+    mean = np.maximum(first.mean, 0.0) + second.mean
     mean, lo, hi, p_above = (np.where(none, np.nan, x) for x in (mean, lo, hi, p_above))
     return Impact(mean, lo, hi, p_above, steps)
 
@@ -96,11 +95,9 @@ def gradient_bias(values: FloatArray, limit: float) -> tuple[FloatArray, FloatAr
         limit: Largest magnitude that the tolerance allows.
     """
     after = shrunk_mean(Statistics.of(values))
-    df = 2.0 * after.alpha
-    sd = np.sqrt(after.beta / (after.alpha * after.kappa))
-    above = special.stdtr(df, (after.mu - limit) / sd) + special.stdtr(df, (-limit - after.mu) / sd)
+    above = after.above(limit) + 1.0 - after.above(-limit)
     none = np.isnan(values).all(axis=1)
-    return np.where(none, np.nan, after.mu), np.where(none, np.nan, above)
+    return np.where(none, np.nan, after.mean), np.where(none, np.nan, above)
 
 
 def gradient_noise(values: FloatArray, limit: float) -> tuple[FloatArray, FloatArray]:
@@ -113,12 +110,52 @@ def gradient_noise(values: FloatArray, limit: float) -> tuple[FloatArray, FloatA
     return mean, np.where(none, np.nan, special.gammaincc(worth, scaled))
 
 
-def shrunk_mean(statistics: Statistics, scale: FloatArray | None = None) -> NormalInverseGamma:
-    """Return the posterior of every cell's mean, shrunk to zero by a weight fitted to the map.
+@dataclasses.dataclass(frozen=True)
+class ShrunkMean:
+    """Posterior of the mean of C cells: a mixture over K weights of the pull towards zero.
+
+    Attributes:
+        share: [K, C] posterior probability of a weight.
+        given: [K, C] the posterior under it.
+    """
+
+    share: FloatArray
+    given: NormalInverseGamma
+
+    @property
+    def mean(self) -> FloatArray:
+        """Posterior mean [C]."""
+        return np.asarray((self.share * self.given.mu).sum(axis=0))
+
+    @property
+    def _scale(self) -> FloatArray:
+        return np.sqrt(self.given.beta / (self.given.alpha * self.given.kappa))
+
+    def above(self, value: float) -> FloatArray:
+        """Return P(the mean is above ``value``) [C]."""
+        tail = special.stdtr(2.0 * self.given.alpha, (self.given.mu - value) / self._scale)
+        return np.asarray((self.share * tail).sum(axis=0))
+
+    def sample(self, draws: int, part: slice, rng: np.random.Generator) -> FloatArray:
+        """Draw means [draws, c] of some cells."""
+        edges = self.share[:, part].cumsum(axis=0)
+        pick = rng.random((draws, edges.shape[1]))
+        chosen = np.minimum((pick[:, None, :] > edges).sum(axis=1), len(edges) - 1)
+        mu, scale, alpha = (
+            np.take_along_axis(x[:, part], chosen, axis=0)
+            for x in (self.given.mu, self._scale, self.given.alpha)
+        )
+        return np.asarray(mu + scale * rng.standard_t(2.0 * alpha))
+
+
+def shrunk_mean(statistics: Statistics, scale: FloatArray | None = None) -> ShrunkMean:
+    """Return the posterior of every cell's mean, shrunk to zero as far as the map suggests.
 
     The mean is Normal(0, v / kappa) given the variance v of a step, the variance InverseGamma with
-    ``_PRIOR_STEPS`` pseudo-steps at a pooled level; kappa maximizes its marginal likelihood times a
-    wide log-normal prior.
+    ``_PRIOR_STEPS`` pseudo-steps at a pooled level. kappa is one of ``_WEIGHTS``, with shares that
+    maximize the marginal likelihood over all cells (adaptive shrinkage; Stephens, "False discovery
+    rates: a new deal", 2017): where most cells show noise, noise is pulled to zero and the few that
+    stand out are not.
 
     Args:
         statistics: [C] of signed values.
@@ -126,31 +163,39 @@ def shrunk_mean(statistics: Statistics, scale: FloatArray | None = None) -> Norm
             a step is proportional: for first orders the second order (both grow with the square of
             the error). None: the variance is alike in all cells, up to its own evidence.
     """
+    variance = _pooled_variance(statistics, scale)
+    shape = (len(_WEIGHTS), len(variance))
+    prior = NormalInverseGamma(
+        mu=np.zeros(shape),
+        kappa=np.broadcast_to(_WEIGHTS[:, None], shape),
+        alpha=np.full(shape, 0.5 * _PRIOR_STEPS),
+        beta=np.broadcast_to(0.5 * _PRIOR_STEPS * variance, shape),
+    )
+    evidence = log_marginal(prior, statistics)
+    likelihood = np.exp(evidence - evidence.max(axis=0))
+    weights = np.full(len(_WEIGHTS), 1.0 / len(_WEIGHTS))
+    for _ in range(_EM_ROUNDS):
+        share = weights[:, None] * likelihood
+        share /= share.sum(axis=0)
+        weights = share[:, statistics.count > 0].sum(axis=1) + _PSEUDO_CELLS / len(_WEIGHTS)
+        weights /= weights.sum()
+    share = weights[:, None] * likelihood
+    return ShrunkMean(share / share.sum(axis=0), update(prior, statistics))
+
+
+def _pooled_variance(statistics: Statistics, scale: FloatArray | None) -> FloatArray:
     several = statistics.count >= 3
     sample = statistics.squares / np.maximum(statistics.count - 1.0, 1.0)
-    fallback = sample + np.square(statistics.mean)
     if scale is not None and (scale > 0).any():
         level = scale / np.maximum(statistics.count, 1.0)
         level = np.maximum(level, _SMALLEST + 1e-6 * level[scale > 0].min())
     else:
         level = np.ones_like(sample)
     useful = several & (sample > 0)
-    pool, at = (sample, useful) if useful.any() else (fallback, statistics.count > 0)
-    ratio = float(np.median(pool[at] / level[at])) if at.any() else 0.0
-    variance = np.maximum(ratio * level, _SMALLEST)
-    half = 0.5 * _PRIOR_STEPS
-
-    def prior(log_weight: float) -> NormalInverseGamma:
-        weight = np.full_like(variance, np.exp(log_weight))
-        shape = np.full_like(variance, half)
-        return NormalInverseGamma(np.zeros_like(variance), weight, shape, half * variance)
-
-    def loss(log_weight: float) -> float:
-        evidence = float(log_marginal(prior(log_weight), statistics).sum())
-        return 0.5 * ((log_weight - _LOG_WEIGHT[0]) / _LOG_WEIGHT[1]) ** 2 - evidence
-
-    best = optimize.minimize_scalar(loss, bounds=_LOG_WEIGHT_BOUNDS, method="bounded")
-    return update(prior(float(best.x)), statistics)
+    if not useful.any():
+        sample, useful = sample + np.square(statistics.mean), statistics.count > 0
+    ratio = float(np.median(sample[useful] / level[useful])) if useful.any() else 0.0
+    return np.maximum(ratio * level, _SMALLEST)
 
 
 def relative_spread(statistics: Statistics) -> FloatArray:

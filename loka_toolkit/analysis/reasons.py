@@ -119,16 +119,13 @@ def percent(share: float | None) -> str:
     if share is None:
         return "an unknown share"
     value = 100.0 * share
-    if 0.0 < value < 1e-4:
-        return "under 0.0001 %"
-    text = f"{value:.3g}"
-    return f"{value:.4f}".rstrip("0") + " %" if "e" in text else text + " %"
+    return f"{value:.3g} %" if abs(value) >= 1e-4 or value == 0 else f"{value:.1e} %"
 
 
 def _break(figures: Figures, tolerance: Tolerance) -> str:
     """Say what breaks the tolerance, and what would have hidden it."""
     facts = figures.facts
-    if figures.breaking_as_outliers > max(figures.breaking.values(), default=0.0):
+    if _as_outliers(figures):
         return (
             f"{figures.events} of {facts.steps} steps broke the tolerance as outliers or came out "
             f"non-finite, limit {percent(tolerance.exceedance_rate)} of steps"
@@ -161,7 +158,12 @@ def _break(figures: Figures, tolerance: Tolerance) -> str:
 
 
 def _closest(figures: Figures, tolerance: Tolerance) -> str:
-    """Return the binding criterion's figure with its limit."""
+    """Return what comes closest to breaking the tolerance, with its limit."""
+    if figures.events and _as_outliers(figures):
+        return (
+            f"{figures.events} of {figures.facts.steps} steps broke it as outliers or came out "
+            "non-finite"
+        )
     match figures.binding:
         case Criterion.UNDERFLOW:
             group = figures.underflow_group or "the worst column group"
@@ -181,6 +183,10 @@ def _closest(figures: Figures, tolerance: Tolerance) -> str:
             )
         case Criterion.SQNR:
             return f"SQNR {_db(figures.sqnr_db)}, limit {_db(tolerance.sqnr_db)}"
+
+
+def _as_outliers(figures: Figures) -> bool:
+    return figures.breaking_as_outliers > max(figures.breaking.values(), default=0.0)
 
 
 def _passing(figures: Figures) -> str:

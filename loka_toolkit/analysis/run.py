@@ -16,7 +16,7 @@ import numpy as np
 from loka_toolkit.analysis.alerts import alerts
 from loka_toolkit.analysis.cells import Judge, costs
 from loka_toolkit.analysis.design import Design, Factor, build
-from loka_toolkit.analysis.evidence import RESOLUTION_DB, Evidence, gather
+from loka_toolkit.analysis.evidence import RESOLUTION_DB, Evidence, gather, varies
 from loka_toolkit.analysis.exceedance import constant_draws, exceedance
 from loka_toolkit.analysis.fit import Fit, HyperDraws, SamplerSettings, fit, nothing_to_fit
 from loka_toolkit.analysis.model import require_sampler
@@ -173,15 +173,14 @@ def _fit(
 ) -> tuple[Fit, Design, dict[Criterion, HyperDraws]]:
     """Fit the criteria that vary; those that do not are known and left out of the sampler."""
     statistics, constants = {}, {}
-    for criterion, values in observed.values.items():
-        present = values[~np.isnan(values)]
-        if not present.size or not evidence.statistics[criterion].count.any():
+    for criterion, found in evidence.statistics.items():
+        mean = found.mean[found.count > 0]
+        if not mean.size:
             continue
-        spread = float(present.max() - present.min())
-        if criterion is Criterion.SQNR or spread > RESOLUTION_DB:
-            statistics[criterion] = evidence.statistics[criterion]
+        if criterion is Criterion.SQNR or mean.max() - mean.min() > RESOLUTION_DB or varies(found):
+            statistics[criterion] = found
         else:
-            constants[criterion] = float(present.mean())
+            constants[criterion] = float(mean.mean())
     centers = {
         criterion: _CENTERS.get(
             criterion, observed.limits[criterion] + _CENTERS_ABOVE_LIMIT.get(criterion, 0.0)

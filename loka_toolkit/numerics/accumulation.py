@@ -14,8 +14,10 @@ The model: per step of 32 products, products and accumulator are aligned to the 
 among them, truncated toward zero 13 bits below it, summed exactly, and the sum is truncated to 13
 mantissa bits. Its limits: a product's exponent is taken as the sum of the exponents of normalized
 factors (hardware does not normalize subnormal FP8 values, which may keep fewer bits of them); the
-order of the 32-blocks is that of k, where a kernel may split K over blocks; other chips differ. It
-is a model, to be checked on a GPU.
+order of the 32-blocks is that of k, where a kernel may split K over blocks; other chips differ.
+Checked on an H200 (``benchmarks/accumulator_probe.py``): relative errors equal to four digits for K
+up to 16384 and operands of one sign or both, 68 to 97 % of the outputs bit-equal; where the library
+splits K (128 x 128 outputs, K = 16384) it errs five times less than the model says.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from loka_toolkit.artifacts.safety_map import Coverage, MapFacts, SafetyMap, Spe
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.reporting import formatting as fmt
 from loka_toolkit.reporting.overview_view import Overview
-from loka_toolkit.reporting.trust_view import trace_events
+from loka_toolkit.reporting.trust_view import skip_reasons, trace_events
 
 
 class Level(enum.StrEnum):
@@ -57,13 +57,17 @@ def alerts(
     facts = safety.facts
     found = [
         *_fit_alerts(facts),
-        *(Alert(Level.WARNING, text) for text in facts.alerts),
-        *_coverage_alerts(facts.coverage),
+        *(Alert(Level.WARNING, text) for text in facts.alerts if not _in_banner(facts, text)),
+        *_coverage_alerts(facts, () if trace is None else skip_reasons(trace)),
         *_result_alerts(safety, summary),
         *_provenance_alerts(facts, safety_digest, trace, replay, table),
     ]
     if trace is not None:
-        found.extend(Alert(Level.WARNING, text) for text in trace_events(trace))
+        found.extend(
+            Alert(Level.WARNING, event.sentence)
+            for event in trace_events(trace)
+            if not _said(facts, event.message)
+        )
     if replay is not None and not replay.facts.complete:
         text = "The replay was broken off before every workload was visited."
         found.append(Alert(Level.WARNING, text, target="replay"))
@@ -102,23 +106,35 @@ def _fit_alerts(facts: MapFacts) -> list[Alert]:
     return [Alert(Level.DANGER, text, facts.health.problems, "trust")]
 
 
-def _coverage_alerts(coverage: Coverage) -> list[Alert]:
+def _in_banner(facts: MapFacts, text: str) -> bool:
+    """Whether an alert only repeats the problems of the fit, which stand above all alerts."""
+    problems = facts.health.problems
+    return not facts.health.healthy and bool(problems) and all(p in text for p in problems)
+
+
+def _said(facts: MapFacts, words: str) -> bool:
+    """Whether an alert of the map itself says so already."""
+    return any(words in text for text in facts.alerts)
+
+
+def _coverage_alerts(facts: MapFacts, skipped: tuple[str, ...]) -> list[Alert]:
     found = []
+    coverage = facts.coverage
     total = coverage.flops_seen + coverage.flops_unseen
     if total <= 0:
         found.append(Alert(Level.DANGER, "No GEMM was seen at any sampled step."))
-    elif coverage.flops_unseen > 0:
+    elif coverage.flops_unseen > 0 and not _said(facts, "not seen"):
         text = (
             f"{fmt.share(coverage.flops_unseen / total).text} of the GEMM FLOPs were not seen; "
             "nothing in this report speaks of them."
         )
         found.append(Alert(Level.WARNING, text, unseen_items(coverage)))
-    if coverage.steps_skipped:
+    if coverage.steps_skipped and not _said(facts, "skipped"):
         text = (
             f"{fmt.plural(coverage.steps_skipped, 'sampled step')} skipped, for example as "
             f"non-finite; {fmt.count(coverage.steps_recorded).text} recorded."
         )
-        found.append(Alert(Level.WARNING, text))
+        found.append(Alert(Level.WARNING, text, skipped))
     return found
 
 

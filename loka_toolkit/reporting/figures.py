@@ -10,16 +10,18 @@ from __future__ import annotations
 
 import html
 import io
+import math
 import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from loka_toolkit.errors import MissingDependencyError
 from loka_toolkit.reporting import formatting as fmt
+from loka_toolkit.reporting.calibration_view import Calibration
 from loka_toolkit.reporting.histogram_view import Histogram, Window
 from loka_toolkit.reporting.overview_view import FlopBars
 from loka_toolkit.reporting.palette import LIGHT
-from loka_toolkit.reporting.series_view import LEAST_SHARE, Series
+from loka_toolkit.reporting.series_view import LEAST_SHARE, Series, Unit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -130,30 +132,18 @@ def histogram(data: Histogram, identifier: str) -> str:
 
 
 def series(data: Series, identifier: str) -> str:
-    """Return the SVG of a criterion over steps with predictive band and limit."""
+    """Return the SVG of a quantity over steps with its band and limit."""
 
     def draw(axes: Axes) -> None:
-        low, middle, high = data.band
-        values = list(data.values)
-        if data.is_share:
-            axes.set_yscale("log")
-            low, middle, high, limit, *values = (
-                max(value, LEAST_SHARE) for value in (low, middle, high, data.limit, *values)
-            )
-            axes.set_ylim(LEAST_SHARE / 2, 1.5)
-            axes.set_yticks(
-                [1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1], ["", "0.01 %", "", "1 %", "", "100 %"]
-            )
-            axes.minorticks_off()
-        else:
-            limit = data.limit
-            shown = [*values, low, high, limit]
-            margin = max(0.12 * (max(shown) - min(shown)), 0.3)
-            axes.set_ylim(min(shown) - margin, max(shown) + margin)
+        unit = 100.0 if data.unit is Unit.LOSS else 1.0
+        least = LEAST_SHARE if data.unit is Unit.SHARE else -math.inf
+        low, middle, high, limit, *values = (
+            max(unit * value, least) for value in (*data.band, data.limit, *data.values)
+        )
         axes.axhspan(low, high, color=_STANDINS["safe-wash"], linewidth=0)
         axes.axhline(middle, color=_STANDINS["safe-mark"], linewidth=0.9)
         axes.axhline(limit, color=_STANDINS["unsafe-mark"], linewidth=1.3, linestyle=(0, (5, 2)))
-        breaks = [v > limit if data.is_share else v < limit for v in values]
+        breaks = [_breaks(value, limit, data.unit) for value in values]
         for broken, name, marker in ((False, "ink", "o"), (True, "unsafe-mark", "X")):
             chosen = [i for i, is_broken in enumerate(breaks) if is_broken is broken]
             axes.plot(
@@ -165,15 +155,63 @@ def series(data: Series, identifier: str) -> str:
                 markeredgewidth=0,
                 color=_STANDINS[name],
             )
+        if data.unit is Unit.SHARE:
+            _share_axis(axes)
+        else:
+            _linear_axis(axes, [*values, low, high, limit])
+        axes.set_ylabel({Unit.LOSS: "% of the loss", Unit.DECIBEL: "dB"}.get(data.unit, ""))
         if min(data.steps) == max(data.steps):
             axes.set_xlim(data.steps[0] - 1, data.steps[0] + 1)
         axes.xaxis.set_major_locator(_few_ticks(6, whole=True))
-        if not data.is_share:
-            axes.yaxis.set_major_locator(_few_ticks(5))
         axes.set_xlabel("step")
-        axes.set_ylabel("" if data.is_share else "dB")
 
     return _svg(draw, _PANEL, identifier, data.alt)
+
+
+def calibration(data: Calibration, identifier: str) -> str:
+    """Return the SVG of the steps' predicted probabilities."""
+
+    def draw(axes: Axes) -> None:
+        number = len(data.shares)
+        edges = [index / number for index in range(number + 1)]
+        axes.stairs(
+            [100 * value for value in data.shares],
+            edges,
+            fill=True,
+            color=_STANDINS["safe-mark"],
+            linewidth=0,
+        )
+        axes.axhline(100 / number, color=_STANDINS["ink"], linewidth=0.9, linestyle="--")
+        axes.set_xlim(0, 1)
+        axes.set_ylim(0, 1.08 * max(100 * max(data.shares), 200 / number))
+        axes.yaxis.set_major_locator(_few_ticks(4))
+        axes.set_xlabel("predicted probability of a lower SQNR")
+        axes.set_ylabel("% of steps")
+
+    return _svg(draw, _PANEL, identifier, data.alt)
+
+
+def _breaks(value: float, limit: float, unit: Unit) -> bool:
+    """Whether a single step breaks the limit; a step's impact breaks nothing, only the mean's."""
+    return (unit is Unit.SHARE and value > limit) or (unit is Unit.DECIBEL and value < limit)
+
+
+def _share_axis(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.set_ylim(LEAST_SHARE / 2, 1.5)
+    axes.set_yticks([1e-5, 1e-4, 1e-3, 1e-2, 1e-1, 1], ["", "0.01 %", "", "1 %", "", "100 %"])
+    axes.minorticks_off()
+
+
+def _linear_axis(axes: Axes, shown: list[float]) -> None:
+    span = max(shown) - min(shown)
+    margin = 0.12 * span if span > 0 else 0.1 * abs(shown[0]) or 1.0
+    axes.set_ylim(min(shown) - margin, max(shown) + margin)
+    locator = _few_ticks(5)
+    axes.yaxis.set_major_locator(locator)
+    ticks = locator.tick_values(*axes.get_ylim())
+    axes.set_yticks(ticks, [fmt.tick(value) for value in ticks])
+    axes.set_ylim(min(shown) - margin, max(shown) + margin)
 
 
 def _runs(data: Histogram, window: Window | None) -> list[tuple[str, int, int]]:

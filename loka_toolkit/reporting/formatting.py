@@ -137,6 +137,15 @@ def shape(batch: int, m: int, n: int, k: int) -> str:
     return dims if batch == 1 else f"{batch}·({dims})"
 
 
+def tick(value: float) -> str:
+    """Write the label of an axis: short, and exact for the round numbers that ticks are."""
+    if value == 0 or abs(value) < 1e-15:
+        return "0"
+    if 1e-4 <= abs(value) < 1e6:
+        return f"{value:.6g}".replace("-", _MINUS)
+    return significant(value, 2)
+
+
 def extent(rows: int, columns: int) -> str:
     """Write the dimensions of a matrix."""
     return f"{rows}{_TIMES}{columns}"

@@ -30,6 +30,8 @@ def render(view: ReportView) -> str:
     svgs: dict[str, str] = {}
     if view.overview.bars is not None:
         svgs["flop-bars"] = figures.flop_bars(view.overview.bars, "flop-bars")
+    if not isinstance(view.calibration, str):
+        svgs["calibration"] = figures.calibration(view.calibration, "calibration")
     for card in view.details.cards:
         for index, histogram in enumerate(card.histograms):
             key = f"{card.anchor}-histogram-{index}"

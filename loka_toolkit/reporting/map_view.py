@@ -52,6 +52,8 @@ class CellRow:
         flops: Share of the GEMM FLOPs.
         mark: The verdict.
         p_exceed: Exceedance rate.
+        by_impact: Whether it is unsafe for its impact although its exceedance rate may be within
+            the tolerance.
         p_exceed_interval: Its 5-95 % interval.
         sqnr: Posterior mean of the SQNR.
         sqnr_interval: 5-95 % of a future step.
@@ -76,6 +78,7 @@ class CellRow:
     flops: Quantity
     mark: VerdictMark
     p_exceed: Quantity
+    by_impact: bool
     p_exceed_interval: str
     sqnr: Quantity
     sqnr_interval: str
@@ -167,6 +170,9 @@ def _cell_row(cell: Cell, index: int, tolerance: Tolerance) -> CellRow:
         flops=fmt.share(cell.flops_share),
         mark=VerdictMark.of(cell.verdict),
         p_exceed=fmt.share(cell.p_exceed),
+        by_impact=cell.verdict is Verdict.UNSAFE
+        and cell.p_exceed_lo is not None
+        and cell.p_exceed_lo <= tolerance.exceedance_rate,
         p_exceed_interval=fmt.interval(fmt.share(cell.p_exceed_lo), fmt.share(cell.p_exceed_hi)),
         sqnr=fmt.decibel(cell.sqnr_db),
         sqnr_interval=fmt.interval(fmt.decibel(cell.sqnr_db_lo), fmt.decibel(cell.sqnr_db_hi)),
@@ -236,5 +242,11 @@ def _notes(cell: Cell) -> tuple[str, ...]:
     drift = fmt.known(cell.drift_db_per_1000_steps)
     if drift is not None:
         notes.append(f"drift {fmt.decibel(drift).text} per 1000 steps")
+    if fmt.known(cell.row_sqnr_db) is not None:
+        notes.append(f"5th-percentile row {fmt.decibel(cell.row_sqnr_db).text}")
+    if fmt.known(cell.p_unsafe) is not None:
+        notes.append(f"P(rate above the limit) {fmt.share(cell.p_unsafe).text}")
+    if fmt.known(cell.p_exceed_mcse) is not None:
+        notes.append(f"Monte Carlo error {fmt.share(cell.p_exceed_mcse).text}")
     notes.append(f"{fmt.significant(cell.evidence_effective)} effective steps")
     return tuple(notes)

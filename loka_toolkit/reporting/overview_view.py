@@ -171,11 +171,11 @@ def _budget(safety: SafetyMap, verdicts: tuple[SiteVerdict, ...]) -> Budget:
             else "There is no safe forward site, so nothing would be spent."
         )
     else:
+        most = "" if upper is None else f" (sum of the 95 % quantiles {fmt.relative(upper).text})"
         statement = (
             f"All {fmt.plural(len(impacts), 'safe forward site')} with a known impact together, "
-            f"each under its recipe, are expected to change the loss by {fmt.relative(total).text} "
-            f"(sum of the 95 % quantiles {fmt.relative(upper).text}); the budget is "
-            f"{fmt.relative(budget).text}."
+            f"each under its recipe, are expected to change the loss by {fmt.relative(total).text}"
+            f"{most}; the budget is {fmt.relative(budget).text}."
         )
         if unknown:
             statement += f" The impact of {fmt.plural(unknown, 'more site')} is not known."

@@ -102,12 +102,14 @@ class TableView:
     Attributes:
         sentence: What it is.
         roles: Entries and misses per role.
+        plans: What the cast plans say, in a sentence; empty where there are none.
         misses: Misses per reason, the most frequent first.
         entries: The entries.
         validators: Name, expected value, and what happens on a difference.
     """
 
     sentence: str
+    plans: str
     roles: tuple[RoleRow, ...]
     misses: tuple[MissRow, ...]
     entries: tuple[EntryRow, ...]
@@ -154,6 +156,7 @@ def table(dispatch: DispatchTable) -> TableView:
             f"{fmt.plural(len(dispatch.entries), 'entry', 'entries')}, "
             f"{fmt.plural(len(dispatch.misses), 'site')} left in the original precision."
         ),
+        plans=_plans(dispatch),
         roles=tuple(RoleRow(role, entries[role], misses[role]) for role in roles),
         misses=tuple(
             MissRow(reason.value, number, examples[reason])
@@ -176,6 +179,21 @@ def table(dispatch: DispatchTable) -> TableView:
             (v.name, v.expected or fmt.MISSING, "refused" if v.hard else "used with a warning")
             for v in dispatch.validators
         ),
+    )
+
+
+def _plans(dispatch: DispatchTable) -> str:
+    if not dispatch.layers:
+        return ""
+    casts = collections.Counter(
+        plan.cast_by for layer in dispatch.layers for plan in layer.operands.values()
+    )
+    fused = sum(layer.producer_chain is not None for layer in dispatch.layers)
+    words = [f"{number} cast by {who}" for who, number in sorted(casts.items()) if who != "none"]
+    return (
+        f"{fmt.plural(len(dispatch.layers), 'layer')} with a cast plan"
+        + (f": {fmt.listing(words)}" if words else "")
+        + (f"; {fmt.plural(fused, 'producer')} fused." if fused else "; no producer is fused.")
     )
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from scipy import stats
+import numpy as np
 
 from loka_toolkit.artifacts.safety_map import Cell, Criterion, Posterior
+from loka_toolkit.artifacts.sites import Role
+from loka_toolkit.numerics.posterior import (
+    SHARE_START,
+    NormalInverseGamma,
+    predictive,
+    sqnr_window,
+)
 from loka_toolkit.reporting import formatting as fmt
-from loka_toolkit.reporting.formatting import Quantity
 
 MOST_POINTS = 300
 LEAST_SHARE = 1e-5
@@ -31,25 +38,32 @@ _TITLES = {
 }
 
 
+class Unit(enum.Enum):
+    """What a series is measured in."""
+
+    DECIBEL = "dB; more is better"
+    SHARE = "share in [0, 1]; less is better"
+    LOSS = "change relative to the loss; less is better"
+
+
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A criterion over the sampled steps.
+    """A quantity over the sampled steps.
 
     Attributes:
-        criterion: Which.
         title: What it measures.
-        is_share: Whether the values are shares, where less is better, and not dB, where more is.
+        unit: Its unit.
         steps: Steps of the points.
-        values: Values of the points, dB or share.
-        band: 5 %, 50 % and 95 % quantile of a future step (Student-t predictive), same unit.
-        limit: The tolerance's limit, same unit.
+        values: Values of the points.
+        band: Of a criterion the 5 %, 50 % and 95 % quantile of a future step (Student-t
+            predictive); of the impact the 5 % quantile, mean and 95 % quantile of its mean.
+        limit: What the tolerance allows.
         caption: What is to be seen, in sentences.
         alt: The figure in words.
     """
 
-    criterion: Criterion
     title: str
-    is_share: bool
+    unit: Unit
     steps: tuple[int, ...]
     values: tuple[float, ...]
     band: tuple[float, float, float]
@@ -59,16 +73,11 @@ class Series:
 
 
 def predictive_quantile(posterior: Posterior, probability: float) -> float:
-    """Return a quantile of the next step's value, dB.
-
-    The predictive of a normal-inverse-gamma posterior is Student-t with 2 alpha degrees of freedom,
-    location mu and squared scale beta (kappa + 1) / (alpha kappa) (Murphy, "Conjugate Bayesian
-    analysis of the Gaussian distribution", 2007, section 3.4).
-    """
-    scale = math.sqrt(
-        posterior.beta * (posterior.kappa + 1.0) / (posterior.alpha * posterior.kappa)
+    """Return a quantile of the next step's value, dB."""
+    parameters = NormalInverseGamma(
+        *(np.array(getattr(posterior, name)) for name in ("mu", "kappa", "alpha", "beta"))
     )
-    return float(stats.t.ppf(probability, 2.0 * posterior.alpha, posterior.mu, scale))
+    return float(predictive(parameters).quantile(probability))
 
 
 def criteria_shown(cell: Cell) -> tuple[Criterion, ...]:
@@ -94,38 +103,119 @@ def series(cell: Cell, criterion: Criterion, rows: Sequence[Mapping[str, Any]]) 
     if posterior is None:
         return f"No figure of the {title}: the map holds no posterior of it."
     is_share = criterion in (Criterion.UNDERFLOW, Criterion.SATURATION)
-    values = [(row["step"], fmt.known(row[_COLUMNS[criterion]])) for row in rows]
-    points = sorted((int(step), value) for step, value in values if value is not None)
+    per_step, lost, absent = _worst_per_step(rows, criterion, worst=max if is_share else min)
+    points = sorted(per_step.items())
     if not points:
-        return f"No figure of the {title}: it is null at every sampled step (0/0)."
+        why = "it is not a number" if lost else "it is null (0/0)"
+        return f"No figure of the {title}: {why} at every sampled step."
+    if is_share and not lost and not any(value for _, value in points):
+        return f"No figure of the {title}: it is 0 at every sampled step."
+    limit = _share(posterior.limit, posterior) if is_share else posterior.limit
+    if not is_share:
+        low, high = sqnr_window(limit)
+        points = [(step, min(max(value, low), high)) for step, value in points]
     quantiles = [predictive_quantile(posterior, q) for q in (0.05, 0.5, 0.95)]
-    low, middle, high = (_share(q) for q in reversed(quantiles)) if is_share else quantiles
-    limit = _share(posterior.limit) if is_share else posterior.limit
+    if is_share:
+        quantiles = [_share(q, posterior) for q in reversed(quantiles)]
     breaking = sum(value > limit if is_share else value < limit for _, value in points)
     write = fmt.share if is_share else fmt.decibel
-    drawn = _thinned(points, worst=max if is_share else min)
-    caption = _caption(
-        title, len(points), breaking, write(limit), write(low), write(high), posterior
+    caption = (
+        f"{title[:1].upper()}{title[1:]}: {breaking + lost} of "
+        f"{fmt.plural(len(points) + lost, 'sampled step')} broke the limit of "
+        f"{write(limit).text}. Nine in ten future steps are predicted between "
+        f"{write(quantiles[0]).text} and {write(quantiles[2]).text}."
     )
-    if len(values) > len(points):
-        caption += f" {fmt.plural(len(values) - len(points), 'more row')} had no value (0/0)."
+    if posterior.outlying_steps:
+        outlying = fmt.plural(posterior.outlying_steps, "outlying step")
+        caption += f" The prediction leaves out {outlying}, counted as events."
+    if lost:
+        caption += f" {fmt.plural(lost, 'step')} held Inf or NaN and cannot be drawn."
+    if absent:
+        caption += f" {fmt.plural(absent, 'step')} had no value (0/0)."
+    drawn = _thinned(points, worst=max if is_share else min)
     if len(drawn) < len(points):
         caption += f" The worst of each group of points is drawn: {len(drawn)} of {len(points)}."
     return Series(
-        criterion=criterion,
         title=title,
-        is_share=is_share,
+        unit=Unit.SHARE if is_share else Unit.DECIBEL,
         steps=tuple(step for step, _ in drawn),
         values=tuple(float(f"{value:.6g}") for _, value in drawn),
-        band=(low, middle, high),
+        band=(quantiles[0], quantiles[1], quantiles[2]),
         limit=limit,
         caption=caption,
         alt=f"Points over steps: {caption}",
     )
 
 
-def _share(decibel: float) -> float:
-    return float(min(1.0, 10.0 ** (-decibel / 10.0)))
+def impact_series(
+    cell: Cell, rows: Sequence[Mapping[str, Any]], baseline_loss: float | None
+) -> Series | str | None:
+    """Return the impact of a forward site over the steps, or a sentence saying why there is none.
+
+    None for a gradient site: its effect is on the update, not on the loss.
+
+    Args:
+        cell: The site under the recipe shown.
+        rows: The cell's rows of the trace's table ``errors``.
+        baseline_loss: Mean loss, in mean-loss units.
+    """
+    if cell.role != Role.FWD or not rows:
+        return None
+    title = "impact on the loss"
+    mean, low, high = (fmt.known(v) for v in (cell.impact, cell.impact_lo, cell.impact_hi))
+    if mean is None or low is None or high is None or baseline_loss is None:
+        why = cell.impact_reason or "it is not known"
+        return f"No figure of the {title}: {why}."
+    seen: dict[int, list[float]] = {}
+    for row in rows:
+        orders = (row["impact_first_order"], row["impact_second_order"])
+        known = [order for order in orders if order is not None and math.isfinite(order)]
+        if len(known) == 2:
+            seen.setdefault(int(row["step"]), []).append(sum(known) / baseline_loss)
+    points = sorted((step, math.fsum(values) / len(values)) for step, values in seen.items())
+    if not points:
+        return f"No figure of the {title}: it is not known at any sampled step."
+    drawn = _thinned(points, worst=max)
+    limit = cell.impact_allotment
+    caption = (
+        f"Predicted relative change of the loss over {fmt.plural(len(points), 'step')}. Single "
+        f"steps are signed and noisy; the verdict rests on their mean, "
+        f"{fmt.relative(mean).text} "
+        f"{fmt.interval(fmt.relative(low), fmt.relative(high))}, floored at zero, against the "
+        f"allotment of {fmt.relative(limit).text}."
+    )
+    if len(drawn) < len(points):
+        caption += f" The worst of each group of points is drawn: {len(drawn)} of {len(points)}."
+    return Series(
+        title=title,
+        unit=Unit.LOSS,
+        steps=tuple(step for step, _ in drawn),
+        values=tuple(float(f"{value:.6g}") for _, value in drawn),
+        band=(low, mean, high),
+        limit=limit,
+        caption=caption,
+        alt=f"Points over steps: {caption}",
+    )
+
+
+def _worst_per_step(
+    rows: Sequence[Mapping[str, Any]], criterion: Criterion, *, worst: Callable[..., float]
+) -> tuple[dict[int, float], int, int]:
+    """Return the worst value over ranks per step; steps with NaN; steps with null only."""
+    seen: dict[int, list[float]] = {}
+    for row in rows:
+        values = seen.setdefault(int(row["step"]), [])
+        if row[_COLUMNS[criterion]] is not None:
+            values.append(float(row[_COLUMNS[criterion]]))
+    lost = {step for step, values in seen.items() if any(map(math.isnan, values))}
+    found = {step: worst(values) for step, values in seen.items() if values and step not in lost}
+    return found, len(lost), len(seen) - len(lost) - len(found)
+
+
+def _share(decibel: float, posterior: Posterior) -> float:
+    """Return the share that a modelled value in dB stands for; see ``share_to_db``."""
+    start = 10.0 ** (-posterior.limit / 10.0) * SHARE_START / (1.0 + SHARE_START)
+    return float(min(max(10.0 ** (-decibel / 10.0) - start, 0.0), 1.0))
 
 
 def _thinned(
@@ -136,22 +226,3 @@ def _thinned(
         worst(points[i : i + group], key=lambda point: point[1])
         for i in range(0, len(points), group)
     ]
-
-
-def _caption(
-    title: str,
-    points: int,
-    breaking: int,
-    limit: Quantity,
-    low: Quantity,
-    high: Quantity,
-    posterior: Posterior,
-) -> str:
-    text = (
-        f"{title[:1].upper()}{title[1:]}: {breaking} of {fmt.plural(points, 'sampled value')} "
-        f"broke the limit of {limit.text}. Nine in ten future steps are predicted between "
-        f"{low.text} and {high.text}."
-    )
-    if posterior.outlying_steps:
-        text += f" {fmt.plural(posterior.outlying_steps, 'outlying step')} counted as events."
-    return text

@@ -16,7 +16,7 @@ from loka_toolkit.reporting import formatting as fmt
 from loka_toolkit.reporting.formatting import Quantity
 from loka_toolkit.reporting.histogram_view import Histogram, factors, histogram
 from loka_toolkit.reporting.map_view import SiteRow, VerdictMark
-from loka_toolkit.reporting.series_view import Series, criteria_shown, series
+from loka_toolkit.reporting.series_view import Series, criteria_shown, impact_series, series
 
 _Row = Mapping[str, Any]
 _OPERAND_COLUMNS = (
@@ -41,6 +41,8 @@ _ERROR_COLUMNS = (
     "saturation_share",
     "scale_a",
     "scale_b",
+    "impact_first_order",
+    "impact_second_order",
 )
 
 
@@ -162,6 +164,9 @@ def details(safety: SafetyMap, rows: Sequence[SiteRow], trace: Trace | None, top
                 )
             )
         shown.extend(series(cell, criterion, found) for criterion in criteria_shown(cell))
+        impact = impact_series(cell, found, safety.facts.baseline_loss)
+        if impact is not None:
+            shown.append(impact)
         cards.append(
             SiteCard(
                 anchor=f"site-{index}",

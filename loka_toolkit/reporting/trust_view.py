@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -24,6 +25,9 @@ _SHARES = frozenset(
         "relative_log_loss",
     }
 )
+
+
+_MINUS_TWELVE = "\N{SUPERSCRIPT MINUS}\N{SUPERSCRIPT ONE}\N{SUPERSCRIPT TWO}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +103,19 @@ class ScaleRow:
     scale: Quantity
     overflow: Quantity
     steps: Quantity
+
+
+@dataclasses.dataclass(frozen=True)
+class RecordedEvent:
+    """Something that the recorder reports.
+
+    Attributes:
+        message: Its own words.
+        sentence: The same with what kind it is, when and how often it happened.
+    """
+
+    message: str
+    sentence: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -214,20 +231,34 @@ def scales(facts: MapFacts) -> tuple[ScaleRow, ...]:
     )
 
 
-def trace_events(trace: Trace) -> tuple[str, ...]:
-    """Return what the recorder wants a reader to know, a sentence per event."""
-    found: dict[str, None] = {}
+def trace_events(trace: Trace) -> tuple[RecordedEvent, ...]:
+    """Return what the recorder wants a reader to know."""
+    found: dict[str, RecordedEvent] = {}
     for manifest in trace.manifests:
         for event in manifest.events:
             where = f" at step {event.step}" if event.step is not None else ""
             times = f" ({event.count} times)" if event.count > 1 else ""
-            found[f"{event.kind}{where}: {event.message}{times}"] = None
+            sentence = f"{event.kind}{where}: {event.message}{times}"
+            found[sentence] = RecordedEvent(event.message, sentence)
         if not manifest.status.closed:
-            found[
-                f"The recording of rank {manifest.rank} was not closed; what had been flushed was "
-                "used."
-            ] = None
-    return tuple(found)
+            message = "not closed"
+            sentence = (
+                f"The recording of rank {manifest.rank} was {message}: the trace holds what had "
+                "been flushed."
+            )
+            found[sentence] = RecordedEvent(message, sentence)
+    return tuple(found.values())
+
+
+def skip_reasons(trace: Trace) -> tuple[str, ...]:
+    """Return why sampled steps left no rows, the most frequent reason first."""
+    steps = trace.steps.select(["status", "reason"]).to_pylist()
+    found = collections.Counter(
+        f"{row['status']}: {row['reason']}" if row["reason"] else row["status"]
+        for row in steps
+        if row["status"] != "recorded"
+    )
+    return tuple(f"{reason} ({number})" for reason, number in found.most_common())
 
 
 def environments(columns: Sequence[tuple[str, Environment]]) -> EnvironmentTable:
@@ -289,7 +320,10 @@ def _gates(found: FitHealth) -> tuple[Gate, ...]:
 
 
 def _span(values: Sequence[float]) -> str:
-    low, high = fmt.significant(min(values)), fmt.significant(max(values))
+    low, high = (
+        fmt.count(value).text if isinstance(value, int) else fmt.significant(value)
+        for value in (min(values), max(values))
+    )
     return low if low == high else f"{low} to {high}"
 
 
@@ -299,7 +333,10 @@ def _r_hat(value: float) -> str:
 
 
 def _probability(value: float | None) -> Quantity:
+    """Write a probability; below 1e-12 it is rounding of a tail, and neither 0 nor a figure."""
     number = fmt.known(value)
+    if number is not None and number < 1e-12:
+        return Quantity(number, f"<\N{NARROW NO-BREAK SPACE}10{_MINUS_TWELVE}")
     return Quantity(number, fmt.significant(number, 2))
 
 

@@ -13,8 +13,15 @@ from loka_toolkit.artifacts.safety_map import SafetyMap
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.errors import ConfigurationError
+from loka_toolkit.reporting import (
+    calibration_view,
+    map_view,
+    overview_view,
+    replay_view,
+    site_view,
+    trust_view,
+)
 from loka_toolkit.reporting import formatting as fmt
-from loka_toolkit.reporting import map_view, overview_view, replay_view, site_view, trust_view
 from loka_toolkit.reporting.alert_view import Alert, alerts, coverage_sentence, unseen_items
 from loka_toolkit.reporting.glossary import TERMS
 
@@ -63,6 +70,7 @@ class ReportView:
         unjudged: Recorded products without a verdict; None without a trace.
         details: The sites that matter most.
         health: Whether to trust the fit.
+        calibration: Whether the steps fell where the fit says; or why that is not known.
         tolerance: The tolerance.
         scales: Static scales.
         replay: Replay results; None if not given.
@@ -87,6 +95,7 @@ class ReportView:
     unjudged: tuple[site_view.UnjudgedRow, ...] | None
     details: site_view.Details
     health: trust_view.HealthView
+    calibration: calibration_view.Calibration | str
     tolerance: tuple[trust_view.ToleranceRow, ...]
     scales: tuple[trust_view.ScaleRow, ...]
     replay: replay_view.ReplayView | None
@@ -143,6 +152,7 @@ def build_view(inputs: Inputs, *, top: int = 20, title: str | None = None) -> Re
         unjudged=None if trace is None else site_view.unjudged_rows(trace, safety),
         details=site_view.details(safety, sites, trace, top),
         health=trust_view.health(safety),
+        calibration=calibration_view.calibration(safety, trace),
         tolerance=trust_view.tolerance(safety.facts),
         scales=trust_view.scales(safety.facts),
         replay=None if inputs.replay is None else replay_view.replay(inputs.replay),

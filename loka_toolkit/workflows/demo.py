@@ -32,6 +32,16 @@ from loka_toolkit.workflows.two_tower import TensorBatch, TwoTower
 
 Progress = Callable[[str, int, int], None]
 
+RECIPES = (
+    "e4m3/tensorwise/fp32",
+    "e4m3/rowwise/fp32",
+    "e4m3/static/fp32",
+    "e5m2-e4m3/tensorwise/fp32",
+)
+"""Recipes considered: on a CPU, scaled_mm accumulates in float32."""
+
+CANDIDATES = ("torch.matmul/fp32", "torch.scaled_mm/*/fp32")
+
 _EVALUATION_SEED = 10**9
 
 
@@ -154,8 +164,10 @@ def run_demo(
     optimizer = torch.optim.Adam(model.parameters(), lr=size.learning_rate)
 
     with clock.stage("train and record"):
-        schedule = Schedule(warm_steps=size.recorded_steps // 4, warm_every=2, every=6)
-        with record(model, paths["trace"], schedule=schedule, seed=seed, force=force) as recorder:
+        schedule = Schedule(warm_steps=size.recorded_steps // 3, warm_every=3, every=6)
+        with record(
+            model, paths["trace"], schedule=schedule, recipes=RECIPES, seed=seed, force=force
+        ) as recorder:
             for step in range(size.recorded_steps):
                 batch = TensorBatch.of(log.batch(size.batch, step))
                 loss = train_step(model, optimizer, batch)
@@ -166,7 +178,14 @@ def run_demo(
         safety.save(paths["safety"], force=force)
     with clock.stage("replay"):
         results = replay(
-            paths["trace"], paths["replay"], device="cpu", seed=seed, force=force, progress=tell
+            paths["trace"],
+            paths["replay"],
+            candidates=CANDIDATES,
+            device="cpu",
+            draws=1,
+            seed=seed,
+            force=force,
+            progress=tell,
         )
     with clock.stage("build table"):
         table = build_table(safety, results, chip=CPU_CHIP, objective=Objective.COVERAGE)

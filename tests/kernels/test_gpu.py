@@ -109,28 +109,32 @@ def test_emulation_on_the_gpu_is_that_of_the_cpu(name: str) -> None:
 def test_the_model_of_the_accumulator_errs_like_the_hardware(
     accumulation: Accumulation, k: int, sign: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Hopper and Ada: the model's error within a factor of two of the hardware's.
+    """Hopper and Ada: the model's error within 5 % of the hardware's, most bits equal.
 
-    A kernel may split K, so that bits need not be equal; the share that is equal is recorded.
+    Outputs of 512 x 512 fill enough of the chip that the library does not split K; with 128 x 128
+    and K = 16384 it does, and errs five times less than one long accumulation. On an H200 the
+    errors agreed to four digits; bits differ where scales are applied in another order.
     """
     if torch.cuda.get_device_capability() not in ((8, 9), (9, 0)):
         pytest.skip("the model describes compute capabilities 8.9 and 9.0")
     candidate = TorchScaledMM(parse_recipe(f"e4m3/tensorwise/{accumulation}"))
-    a, b = operands(128, k, 128, torch.float32)
+    a, b = operands(512, k, 512, torch.float32)
     if sign == "positive":
         a, b = a.abs(), b.abs()
     left, right = candidate.prepare(a, Side.A), candidate.prepare(b, Side.B)
     assert left.scale is not None and right.scale is not None
     hardware = candidate.run(left, right, torch.float32).double()
-    unscaled = accumulate(left.data, right.data, accumulation).double()
+    hardware = hardware[:64, :64]
+    unscaled = accumulate(left.data[:64], right.data[:, :64], accumulation).double()
     model = unscaled * left.scale.double() * right.scale.double()
-    exact = left.dequantized() @ right.dequantized()
+    exact = left.dequantized()[:64] @ right.dequantized()[:, :64]
     hardware_error = float((hardware - exact).norm() / exact.norm())
     model_error = float((model - exact).norm() / exact.norm())
     record_property("hardware_relative_error", hardware_error)
     record_property("model_relative_error", model_error)
     record_property("equal_share", float((hardware.float() == model.float()).double().mean()))
-    assert hardware_error / 2 < model_error < hardware_error * 2, (hardware_error, model_error)
+    assert model_error == pytest.approx(hardware_error, rel=0.05)
+    assert (hardware.float() == model.float()).double().mean() > 0.5
 
 
 @pytest.mark.parametrize("recipe", ["e4m3/tensorwise/fast", "e5m2-e4m3/tensorwise/fast"])

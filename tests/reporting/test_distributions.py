@@ -11,15 +11,20 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from loka_toolkit.artifacts import trace as tr
-from loka_toolkit.artifacts.safety_map import Criterion, OperandScale, Posterior
+from loka_toolkit.artifacts.safety_map import Criterion, OperandScale, Posterior, SafetyMap
 from loka_toolkit.artifacts.sites import Operand
 from loka_toolkit.errors import ArtifactCorruptError
+from loka_toolkit.numerics.posterior import share_limit_db, share_to_db
 from loka_toolkit.numerics.recipes import parse_recipe
+from loka_toolkit.reporting.calibration_view import BINS, calibration
 from loka_toolkit.reporting.histogram_view import Histogram, factors, histogram
 from loka_toolkit.reporting.series_view import (
     MOST_POINTS,
     Series,
+    Unit,
+    _share,
     criteria_shown,
+    impact_series,
     predictive_quantile,
     series,
 )
@@ -221,18 +226,40 @@ def test_series_counts_what_breaks_the_limit(cell):
     assert isinstance(found, Series)
     assert found.values == (19.9, 20.0, 20.1)
     caption = found.caption.replace("\N{NARROW NO-BREAK SPACE}", " ")
-    assert "1 of 3 sampled values broke the limit of 20.0 dB" in caption
-    assert "2 more rows had no value" in found.caption
+    assert "2 of 4 sampled steps broke the limit of 20.0 dB" in caption
+    assert "1 step held Inf or NaN" in caption
+    assert "1 step had no value (0/0)" in caption
     assert found.band[0] < found.band[1] < found.band[2]
 
 
 def test_shares_break_the_limit_from_above(cell):
     rows = error_rows([0.0, 0.2, 0.3, 1.0], "underflow_share_worst_group")
     found = series(cell, Criterion.UNDERFLOW, rows)
-    assert found.is_share
-    assert found.limit == pytest.approx(0.25, rel=1e-3)  # 6.02 dB
+    assert found.unit is Unit.SHARE
+    assert found.limit == pytest.approx(0.25, rel=1e-3)
     assert "2 of 4" in found.caption
     assert 0 < found.band[0] < found.band[2] <= 1
+
+
+@given(st.floats(0, 1), st.floats(1e-6, 1))
+def test_shares_come_back_from_the_scale_they_are_modelled_on(share, limit):
+    posterior = Posterior(0.0, 1.0, 2.0, 1.0, 1.0, 0, share_limit_db(limit))
+    back = _share(float(share_to_db(share, limit)), posterior)
+    assert back == pytest.approx(share, rel=1e-9, abs=1e-12)
+    assert _share(posterior.limit, posterior) == pytest.approx(limit)
+
+
+def test_worst_rank_of_a_step_is_drawn(cell):
+    rows = error_rows([30.0, 25.0]) + error_rows([22.0, 26.0])
+    assert series(cell, Criterion.SQNR, rows).values == (22.0, 25.0)
+    shares = error_rows([0.1, 0.0], "saturation_share") + error_rows([0.0, 0.2], "saturation_share")
+    cell = msgspec.structs.replace(cell, posteriors={"saturation": cell.posteriors["underflow"]})
+    assert series(cell, Criterion.SATURATION, shares).values == (0.1, 0.2)
+
+
+def test_an_exact_product_does_not_stretch_the_axis(cell):
+    found = series(cell, Criterion.SQNR, error_rows([200.0, 28.0, -1e9]))
+    assert found.values == (60.0, 28.0, -20.0)
 
 
 def test_many_points_are_thinned_to_the_worst_of_each_group(cell):
@@ -250,7 +277,10 @@ def test_many_points_are_thinned_to_the_worst_of_each_group(cell):
 def test_series_without_data_is_said(cell):
     assert "no errors of this site" in series(cell, Criterion.SQNR, [])
     assert "no posterior" in series(cell, Criterion.SATURATION, error_rows([1.0]))
-    assert "null at every" in series(cell, Criterion.SQNR, error_rows([None]))
+    assert "it is not a number at every" in series(cell, Criterion.SQNR, error_rows([math.nan]))
+    zero = error_rows([0.0, 0.0], "underflow_share_worst_group")
+    assert "it is 0 at every" in series(cell, Criterion.UNDERFLOW, zero)
+    assert "it is null (0/0) at every" in series(cell, Criterion.SQNR, error_rows([None]))
 
 
 def test_binding_criterion_is_shown_beside_the_sqnr(cell):
@@ -259,3 +289,61 @@ def test_binding_criterion_is_shown_beside_the_sqnr(cell):
     assert criteria_shown(replace(cell, binding_criterion="underflow"))[1] is Criterion.UNDERFLOW
     assert criteria_shown(replace(cell, binding_criterion="<odd>")) == (Criterion.SQNR,)
     assert criteria_shown(replace(cell, binding_criterion=None)) == (Criterion.SQNR,)
+
+
+def test_calibrated_steps_are_spread_evenly(artifacts):
+    found = calibration(artifacts.safety, artifacts.trace)
+    assert found.values == len(artifacts.safety.cells) * 40
+    # 4,320 normal draws with the sd that the posteriors speak of: 0.8 % is two standard errors of
+    # the coverage; the predictive is wider than the normal by a few per cent.
+    assert found.inside_half == pytest.approx(0.5, abs=0.03)
+    assert found.inside_most == pytest.approx(0.9, abs=0.025)
+    assert sum(found.shares) == pytest.approx(1.0, abs=1e-4)
+    assert max(found.shares) < 1.5 / BINS
+
+
+@pytest.mark.parametrize(("factor", "inside"), [(16.0, (0.97, 1.0)), (1 / 16, (0.2, 0.5))])
+def test_a_fit_of_the_wrong_width_shows(artifacts, factor, inside):
+    def widened(cell):
+        one = cell.posteriors["sqnr"]
+        wide = msgspec.structs.replace(one, beta=one.beta * factor)
+        return msgspec.structs.replace(cell, posteriors=cell.posteriors | {"sqnr": wide})
+
+    safety = SafetyMap(tuple(map(widened, artifacts.safety.cells)), artifacts.safety.facts)
+    found = calibration(safety, artifacts.trace)
+    # Four times the sd: 90 % of the prediction is 6.6 sd of the steps; a quarter: 0.41 sd, 32 %.
+    assert inside[0] < found.inside_most <= inside[1]
+
+
+def test_no_calibration_is_said(artifacts, make_map):
+    assert "none was given" in calibration(artifacts.safety, None)
+    other = make_map(modules=(("elsewhere", "Linear", (13, 117, 39)),))
+    assert "none of the map's cells" in calibration(other, artifacts.trace)
+
+
+def impact_rows(pairs):
+    return [
+        {"step": i, "impact_first_order": first, "impact_second_order": second}
+        for i, (first, second) in enumerate(pairs)
+    ]
+
+
+def test_impact_is_relative_to_the_loss_and_the_mean_over_ranks(cell):
+    rows = impact_rows([(-2e-5, 1e-5), (None, 1e-5), (math.nan, 1.0)])
+    rows += impact_rows([(6e-5, 1e-5)])
+    found = impact_series(cell, rows, 0.5)
+    assert (found.unit, found.steps) == (Unit.LOSS, (0,))
+    assert found.values[0] == pytest.approx((-1e-5 + 7e-5) / 2 / 0.5)
+    assert found.band == (cell.impact_lo, cell.impact, cell.impact_hi)
+    assert found.limit == cell.impact_allotment
+
+
+def test_unknown_impact_is_said_and_gradients_have_none(cell):
+    replace = msgspec.structs.replace
+    rows = impact_rows([(1e-5, 1e-5)])
+    assert "it is not known" in impact_series(cell, rows, None)
+    unknown = replace(cell, impact=None, impact_reason="in-batch softmax")
+    assert impact_series(unknown, rows, 0.5).endswith("in-batch softmax.")
+    assert "at any sampled step" in impact_series(cell, impact_rows([(None, None)]), 0.5)
+    assert impact_series(replace(cell, role="dgrad"), rows, 0.5) is None
+    assert impact_series(cell, [], 0.5) is None

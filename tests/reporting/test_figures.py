@@ -5,12 +5,12 @@ import re
 import matplotlib
 import pytest
 
-from loka_toolkit.artifacts.safety_map import Criterion
 from loka_toolkit.reporting import figures
+from loka_toolkit.reporting.calibration_view import Calibration
 from loka_toolkit.reporting.histogram_view import Fates, Histogram, Window
 from loka_toolkit.reporting.overview_view import FlopBars
 from loka_toolkit.reporting.palette import LIGHT
-from loka_toolkit.reporting.series_view import Series
+from loka_toolkit.reporting.series_view import Series, Unit
 
 WINDOW = Window("e4m3", -11.0, -10.0, -7.0, 8.0, True)
 HISTOGRAM = Histogram(
@@ -26,9 +26,8 @@ HISTOGRAM = Histogram(
     alt='<script>"alt" & more</script>',
 )
 SERIES = Series(
-    criterion=Criterion.SQNR,
     title="SQNR of the product",
-    is_share=False,
+    unit=Unit.DECIBEL,
     steps=(10, 20, 30),
     values=(19.0, 27.25, 28.125),
     band=(25.0, 27.0, 29.0),
@@ -37,9 +36,11 @@ SERIES = Series(
     alt="alt",
 )
 BARS = FlopBars(("all", "fwd"), ((0.6, 0.3, 0.1), (0.2, 0.1, 0.0)), "alt")
+CALIBRATION = Calibration((0.05,) * 20, 0.5, 0.9, 100, "caption", "alt")
 DRAWN = {
     "histogram": lambda: figures.histogram(HISTOGRAM, "one"),
     "series": lambda: figures.series(SERIES, "one"),
+    "calibration": lambda: figures.calibration(CALIBRATION, "one"),
     "bars": lambda: figures.flop_bars(BARS, "one"),
 }
 
@@ -114,8 +115,10 @@ def test_text_keeps_its_decimals():
     "changes",
     [
         {"steps": (5,), "values": (20.0,), "band": (20.0, 20.0, 20.0)},
-        {"is_share": True, "values": (0.0, 0.3, 1.0), "band": (0.0, 0.1, 1.0), "limit": 0.25},
-        {"is_share": True, "values": (0.0, 0.0, 0.0), "band": (0.0, 0.0, 0.0), "limit": 0.0},
+        {"unit": Unit.SHARE, "values": (0.0, 0.3, 1.0), "band": (0.0, 0.1, 1.0), "limit": 0.25},
+        {"unit": Unit.SHARE, "values": (0.0, 0.0, 0.0), "band": (0.0, 0.0, 0.0), "limit": 0.0},
+        {"unit": Unit.LOSS, "values": (0.0, 0.0, 0.0), "band": (0.0, 0.0, 0.0), "limit": 0.0},
+        {"unit": Unit.LOSS, "values": (-1e-9, 3e-7, 0.0), "band": (0.0, 1e-9, 2e-9), "limit": 1e-9},
         {"values": (-40.0, 200.0, 0.0), "band": (-1e3, 0.0, 1e3)},
     ],
 )
@@ -134,3 +137,22 @@ def test_awkward_series_are_drawn(changes):
 )
 def test_awkward_histograms_are_drawn(changes):
     assert figures.histogram(Histogram(**(vars(HISTOGRAM) | changes)), "one").endswith("</svg>")
+
+
+def test_only_criteria_mark_single_steps():
+    for unit, broken in ((Unit.DECIBEL, False), (Unit.SHARE, True), (Unit.LOSS, False)):
+        one = Series(**(vars(SERIES) | {"unit": unit, "values": (0.9,) * 3, "limit": 0.5}))
+        marks = figures.series(one, "one").count("fill: var(--unsafe-mark)")
+        assert (marks > 0) is broken
+
+
+def test_impact_is_drawn_in_per_cent():
+    one = Series(
+        **(
+            vars(SERIES)
+            | {"unit": Unit.LOSS, "values": (0.0, 1e-4, 2e-4), "band": (0.0, 1e-4, 2e-4)}
+            | {"limit": 2e-4}
+        )
+    )
+    labels = re.findall(r"<text[^>]*>([^<]+)</text>", figures.series(one, "one"))
+    assert {"0", "0.01", "0.02", "% of the loss"} <= set(labels)

@@ -6,6 +6,8 @@ import math
 import msgspec
 import pytest
 
+from loka_toolkit.artifacts import dispatch_table as dt
+from loka_toolkit.artifacts import storage
 from loka_toolkit.artifacts import trace as tr
 from loka_toolkit.artifacts.safety_map import Coverage, SafetyMap, SpeedEvidence, Verdict
 from loka_toolkit.artifacts.sites import Role
@@ -126,6 +128,24 @@ def test_unhealthy_fit_comes_first(make_map):
     first = view.alerts[0]
     assert (first.level, first.items, first.target) == (Level.DANGER, health.problems, "trust")
     assert [g.passed for g in view.health.gates] == [False, True, True, True]
+
+
+def test_fit_problems_are_said_once_and_nothing_else_is_dropped(make_map):
+    health = replace(make_map().facts.health, healthy=False, problems=("R-hat 1.2", "ESS 6"))
+    alerts = ("Unhealthy: R-hat 1.2; ESS 6.", "R-hat 1.2 only", "another")
+    found = texts(build_view(Inputs(make_map(health=health, alerts=alerts))))
+    assert "Unhealthy: R-hat 1.2; ESS 6." not in found
+    assert {"R-hat 1.2 only", "another"} <= set(found)
+
+
+def test_cell_that_is_unsafe_for_its_impact_alone_is_marked(make_map):
+    safety = make_map()
+    low = changed(safety, verdict=Verdict.UNSAFE, p_exceed=0.014, p_exceed_lo=0.001)
+    assert all(cell.by_impact for cell in build_view(Inputs(low)).cells)
+    high = changed(safety, verdict=Verdict.UNSAFE, p_exceed=0.9, p_exceed_lo=0.5)
+    assert not any(cell.by_impact for cell in build_view(Inputs(high)).cells)
+    fine = changed(safety, verdict=Verdict.SAFE, p_exceed_lo=0.001)
+    assert not any(cell.by_impact for cell in build_view(Inputs(fine)).cells)
 
 
 def test_alerts_of_the_map_and_what_was_not_seen_are_alerts(view):
@@ -295,6 +315,15 @@ def test_scales_have_a_row_per_format_with_its_overflow(artifacts, view):
     assert all(row.overflow.raw == 1.3e-9 for row in view.scales)
 
 
+def test_no_overflow_is_ever_called_impossible(make_map):
+    scales = tuple(
+        replace(s, overflow_probability={"e4m3": 0.0, "e5m2": 1e-300})
+        for s in make_map().facts.scales
+    )
+    view = build_view(Inputs(make_map(scales=scales)))
+    assert {row.overflow.text for row in view.scales} == {"<\N{NARROW NO-BREAK SPACE}10⁻¹²"}
+
+
 def test_replay_counts_every_row_once(artifacts, view):
     assert sum(view.replay.totals) == len(artifacts.replay.rows)
     for candidate in view.replay.candidates:
@@ -348,3 +377,46 @@ def test_roles_are_in_the_order_of_the_step_and_unknown_ones_last(make_map):
     assert view.roles == ("fwd", "wgrad", "<odd>")
     assert view.overview.bars.labels == ("all", "fwd", "wgrad", "other")
     assert Role.FWD == view.roles[0]
+
+
+def test_reasons_of_skipped_steps_stand_under_the_alert(tmp_path, make_map, make_trace):
+    safety = make_map()
+    trace = make_trace(tmp_path / "t", safety, steps=(1, 2))
+    rows = trace.steps.to_pylist()
+    for row, step in zip(rows, (3, 4), strict=True):
+        row |= {"step": step, "status": "nonfinite", "reason": "the loss is NaN"}
+    part = storage.part_path(trace.path / "steps", 0, 1)
+    table = storage.table_from_rows(tr.STEPS, rows)
+    storage.write_table(part, table, tr.STEPS, kind=storage.part_kind(tr.STEPS))
+    view = build_view(Inputs(safety, tr.Trace.open(trace.path)))
+    alert = next(a for a in view.alerts if "2 sampled steps skipped" in a.text)
+    assert alert.items == ("nonfinite: the loss is NaN (2)",)
+
+
+def test_cast_plans_are_summed_up(artifacts, make_table):
+    def operand(by):
+        return dt.OperandPlan(by, "static", ("e4m3",), ("row",), "fp8")
+
+    layers = (
+        dt.LayerPlan("a", 0, {"x": operand("producer"), "w": operand("kernel")}, ("norm",)),
+        dt.LayerPlan("b", "*", {"x": operand("kernel"), "g": operand("none")}),
+    )
+    table = make_table(artifacts.safety, layers=layers)
+    view = build_view(Inputs(artifacts.safety, table=table))
+    casts = "2 cast by kernel and 1 cast by producer"
+    assert view.table.plans == f"2 layers with a cast plan: {casts}; 1 producer fused."
+    without = build_view(Inputs(artifacts.safety, table=artifacts.table))
+    assert without.table.plans == ""
+
+
+def test_what_the_map_says_itself_is_not_said_twice(tmp_path, make_map, make_trace):
+    alerts = (
+        "6% of the GEMM FLOPs were not seen: custom op 6%.",
+        "2 sampled steps were skipped as non-finite or failed; 40 were recorded.",
+        "Recorder, rank 0: the loss was NaN (3 times)",
+    )
+    safety = make_map(alerts=alerts)
+    event = tr.Event("nonfinite-step", "the loss was NaN", step=7, count=3)
+    trace = make_trace(tmp_path / "t", safety, steps=(1, 2), events=(event,))
+    safety = make_map(alerts=alerts, trace_digest=trace.digest)
+    assert texts(build_view(Inputs(safety, trace)), Level.WARNING) == list(alerts)
