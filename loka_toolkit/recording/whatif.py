@@ -36,8 +36,8 @@ PROBE_PRODUCTS = 1 << 18
 EXHAUSTIVE_PRODUCTS = 1 << 22
 """Products up to which a forward site's accumulator is emulated everywhere: 13 ms."""
 LEAST_PROBE_ROWS = 6
-METRIC_ELEMENTS = 1 << 14
-"""Output elements on which error metrics are computed: an SQNR within 0.1 dB."""
+METRIC_ELEMENTS = 1 << 13
+"""Output elements on which error metrics are computed: an SQNR within 0.15 dB."""
 LEAST_METRIC_ROWS = 64
 
 
@@ -317,7 +317,10 @@ class _SampleCasts:
             b = _select(b, part.batch, 0)
             scale_b = _select(scale_b, part.batch, 0) if scale_b.ndim else scale_b
             exact = _select(_select(exact, part.batch, 0), part.rows, -2)
-        product = accumulate(a, b, accumulation).to(torch.float64) * scale_a * scale_b
+        # Products of FP8 values are exact in float32; summing them is off by K * 2**-24 at most.
+        is_exact = accumulation is Accumulation.FP32
+        product = a @ b if is_exact else accumulate(a, b, accumulation)
+        product = product.to(torch.float64) * scale_a * scale_b
         # A kernel's output leaves the range of float32 where the product does.
         return product.to(torch.float32).to(torch.float64) - exact
 
@@ -326,7 +329,7 @@ class _SampleCasts:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key = (side, fmt.name, scaling)
         if key not in self._casts:
-            stored = cast(x, fmt, scale).to(torch.float64)
+            stored = cast(x, fmt, scale).to(torch.float32)
             self._casts[key] = (stored, scale.to(torch.float64))
         return self._casts[key]
 
