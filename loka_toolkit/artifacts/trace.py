@@ -131,7 +131,7 @@ ERRORS = TableSchema(
         Column("scale_a", _T.FLOAT64, "decode scale of A; null if one per row", True),
         Column("scale_b", _T.FLOAT64, "decode scale of B; null if one per column", True),
         Column("impact_first_order", _T.FLOAT64, "sum(g e) in units of the mean loss", True),
-        Column("impact_second_order", _T.FLOAT64, "0.5 B sum_b (g_b e_b)^2, same units", True),
+        Column("impact_second_order", _T.FLOAT64, "Gauss-Newton or Fisher term, same units", True),
         Column("impact_standard_error", _T.FLOAT64, "of the first order, from sampling rows", True),
         Column("impact_status", _T.STRING, "ok, beyond-validity or unknown"),
         Column("impact_reason", _T.STRING, "why impact is null or beyond validity", True),
