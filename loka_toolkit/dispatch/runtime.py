@@ -240,7 +240,9 @@ class _RoutedProducts(torch.autograd.Function):
         y = _hit(x.reshape(tokens, x.shape[-1]), weight.t(), route, route.fwd)
         if bias is not None:
             y = y + bias
-        return y.view(*x.shape[:-1], weight.shape[0])
+        # Not a view: an activation that works in place may follow, as after nn.Linear.
+        unflattened: Tensor = torch.ops.aten._unsafe_view(y, [*x.shape[:-1], weight.shape[0]])
+        return unflattened
 
     @staticmethod
     @once_differentiable

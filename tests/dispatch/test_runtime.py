@@ -422,3 +422,22 @@ def test_functional_use_of_the_weight_is_untouched(made):
     uninstall_twice = pytest.raises(Exception, match="no routed layer")
     with uninstall_twice:
         uninstall(model)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(39, 16), (3, 13, 16)])
+def test_an_activation_in_place_may_follow(made, shape, bias):
+    torch.manual_seed(0)
+    in_place = nn.Sequential(nn.Linear(16, 26, bias=bias), nn.ReLU(inplace=True))
+    beside = copy.deepcopy(in_place)
+    beside[1].inplace = False
+    x = heavy_tailed(*shape)
+    found = []
+    for model in (in_place, beside):
+        with install(model, made.full_table(model, tokens=39)) as installation:
+            y = model(x)
+            y.square().sum().backward()
+            assert installation.counts().hits == {"fwd": 1, "dgrad": 0, "wgrad": 1}
+        found.append((y.detach(), model[0].weight.grad))
+    assert torch.equal(found[0][0], found[1][0])
+    assert torch.equal(found[0][1], found[1][1])
