@@ -15,6 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 settings.register_profile("loka", deadline=None, print_blob=True)
 settings.load_profile("loka")
 
+# Products in tests are small: threads that wait for each other on a busy machine cost more than
+# they bring. Subprocesses inherit the variable.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available():
