@@ -11,15 +11,24 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable
 from loka_toolkit.artifacts.replay_results import ReplayResults, Status
 from loka_toolkit.artifacts.safety_map import SafetyMap, Verdict
 from loka_toolkit.artifacts.trace import Trace
-from loka_toolkit.workflows.demo import DemoSize, DemoSummary, run_demo
+from loka_toolkit.datasets.click_log import ClickLog
+from loka_toolkit.workflows.demo import (
+    DemoSize,
+    DemoSummary,
+    run_demo,
+    train_both_arms,
+    train_step,
+)
+from loka_toolkit.workflows.two_tower import TensorBatch, TwoTower
 
 ROOT = Path(__file__).resolve().parents[1]
-SMALL = DemoSize(recorded_steps=80, further_steps=6, batch=256, evaluation_rows=4096)
+SMALL = DemoSize(recorded_steps=80, further_steps=4, pairs=2, batch=256, evaluation_rows=2048)
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +73,19 @@ def test_something_ran_in_fp8_in_every_role_and_no_miss_is_unexplained(road):
     assert accounted == sites
     assert all(miss.detail for miss in table.misses)
     assert sum(summary.fp8_sites.values()) + sum(summary.misses.values()) == len(sites)
+
+
+def test_without_entries_the_two_arms_are_the_same_to_the_last_bit(road):
+    out, _ = road
+    empty = msgspec.structs.replace(DispatchTable.load(out / "table.json"), entries=(), layers=())
+    log = ClickLog(seed=0)
+    model = TwoTower(log.spec)
+    optimizer = torch.optim.Adam(model.parameters(), lr=SMALL.learning_rate)
+    train_step(model, optimizer, TensorBatch.of(log.batch(64, 0)))
+    outcome = train_both_arms(model, optimizer, log, empty, SMALL, lambda stage, done, total: None)
+    assert outcome.fp8_sites == {}
+    assert outcome.difference.relative_difference == 0.0
+    assert not outcome.difference.resolved
 
 
 def test_no_emulated_and_no_failed_candidate_enters_the_table(road):

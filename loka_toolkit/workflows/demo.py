@@ -7,21 +7,20 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.nn import functional as F
 
 from loka_toolkit.analysis import analyze
 from loka_toolkit.artifacts.dispatch_table import DispatchTable, Objective
 from loka_toolkit.artifacts.safety_map import SafetyMap, Verdict
 from loka_toolkit.datasets.click_log import ClickLog
-from loka_toolkit.dispatch import Installation, build_table, install
+from loka_toolkit.dispatch import build_table, install
 from loka_toolkit.environment import CPU_CHIP
 from loka_toolkit.errors import ArtifactExistsError
 from loka_toolkit.harness import replay
@@ -51,30 +50,38 @@ class DemoSize:
 
     Attributes:
         recorded_steps: Training steps under the recorder.
-        further_steps: Training steps with and without the table.
+        further_steps: Training steps with and without the table, in every pair.
+        pairs: Pairs of continuations, each on rows of its own.
         batch: Rows per step.
-        evaluation_rows: Fresh rows on which both arms are compared.
+        evaluation_rows: Fresh rows on which the two arms of a pair are compared.
         learning_rate: Of Adam.
     """
 
     recorded_steps: int = 120
-    further_steps: int = 80
+    further_steps: int = 40
+    pairs: int = 6
     batch: int = 512
-    evaluation_rows: int = 65_536
+    evaluation_rows: int = 16_384
     learning_rate: float = 2e-3
 
 
 class PairedDifference(msgspec.Struct, frozen=True):
-    """Log loss of the same fresh rows after training with and without the table.
+    """Log loss after training on with and without the table, over pairs of continuations.
+
+    The arms of a pair start from the same weights and see the same rows. Pairs see different rows,
+    so the spread of their differences holds what matters: which rows are evaluated, and how any
+    small change at the start grows into another trajectory.
 
     Attributes:
-        log_loss_default: Mean log loss of the arm in its original precision.
-        log_loss_table: Mean log loss of the arm with the table installed.
-        relative_difference: (table - default) / default.
-        standard_error: Of the relative difference, over paired rows.
+        pairs: Number of pairs.
+        log_loss_default: Mean log loss of the arms in their original precision.
+        log_loss_table: Mean log loss of the arms with the table installed.
+        relative_difference: Mean over pairs of (table - default) / default.
+        standard_error: Of the relative difference, over pairs.
         resolved: Whether the difference is at least 2 standard errors.
     """
 
+    pairs: int
     log_loss_default: float
     log_loss_table: float
     relative_difference: float
@@ -208,7 +215,7 @@ def _walk(
         table = build_table(safety, results, chip=CPU_CHIP, objective=Objective.COVERAGE)
         table.save(paths["table"], force=force)
     with clock.stage("train on, both arms"):
-        outcome = _train_both_arms(model, optimizer, log, table, size, tell)
+        outcome = train_both_arms(model, optimizer, log, table, size, tell)
     with clock.stage("report"):
         write_report(
             paths["report"],
@@ -233,22 +240,24 @@ def train_step(
     return loss.detach()
 
 
-def paired_difference(default: NDArray[np.float64], table: NDArray[np.float64]) -> PairedDifference:
-    """Compare the log losses of the same rows under two arms.
+def paired_difference(default: Sequence[float], table: Sequence[float]) -> PairedDifference:
+    """Compare the mean log losses of the arms of some pairs; at least two pairs.
 
     Args:
-        default: Log loss per row without the table.
-        table: Log loss per row with it.
+        default: Mean log loss per pair without the table.
+        table: The same with it.
     """
-    difference = table - default
-    base = float(default.mean())
-    error = float(difference.std(ddof=1)) / math.sqrt(len(difference))
+    before, after = np.asarray(default), np.asarray(table)
+    relative = (after - before) / before
+    error = float(relative.std(ddof=1)) / math.sqrt(len(relative))
+    difference = float(relative.mean())
     return PairedDifference(
-        log_loss_default=base,
-        log_loss_table=float(table.mean()),
-        relative_difference=float(difference.mean()) / base,
-        standard_error=error / base,
-        resolved=abs(float(difference.mean())) >= 2.0 * error,
+        pairs=len(relative),
+        log_loss_default=float(before.mean()),
+        log_loss_table=float(after.mean()),
+        relative_difference=difference,
+        standard_error=error,
+        resolved=difference != 0.0 and abs(difference) >= 2.0 * error,
     )
 
 
@@ -267,61 +276,66 @@ class StageClock:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Outcome:
+class Outcome:
+    """What the last stage of the road brought.
+
+    Attributes:
+        difference: Log loss with the table against without it.
+        fp8_sites: Sites per role that ran in FP8.
+        misses: Sites that did not, by reason.
+        run_time_misses: Products that fell back while training, by reason.
+    """
+
     difference: PairedDifference
     fp8_sites: dict[str, int]
     misses: dict[str, int]
     run_time_misses: dict[str, int]
 
 
-def _train_both_arms(
+def train_both_arms(
     model: TwoTower,
     optimizer: torch.optim.Optimizer,
     log: ClickLog,
     table: DispatchTable,
     size: DemoSize,
     tell: Progress,
-) -> _Outcome:
-    plain = copy.deepcopy(model)
-    plain_optimizer = torch.optim.Adam(plain.parameters(), lr=size.learning_rate)
-    # load_state_dict keeps the tensors it is given: without the copy both arms would share moments
-    plain_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    installation = install(model, table)
-    for index in range(size.further_steps):
-        batch = TensorBatch.of(log.batch(size.batch, size.recorded_steps + index))
-        train_step(plain, plain_optimizer, batch)
-        train_step(model, optimizer, batch)
-        tell("train on, both arms", index + 1, size.further_steps)
-    fp8_sites, run_time_misses = _what_ran(installation)
-    rows = TensorBatch.of(log.batch(size.evaluation_rows, _EVALUATION_SEED))
-    losses = [_log_loss_per_row(arm, rows, size.batch) for arm in (plain, model)]
-    installation.uninstall()
-    return _Outcome(
-        difference=paired_difference(*losses),
-        fp8_sites=fp8_sites,
-        misses=dict(
-            sorted(Counter(s.reason.value for s in installation.sites() if s.reason).items())
-        ),
-        run_time_misses=run_time_misses,
-    )
-
-
-def _what_ran(installation: Installation) -> tuple[dict[str, int], dict[str, int]]:
-    """Return sites per role that ran their candidate, and products that fell back by reason."""
-    sites: Counter[str] = Counter()
+) -> Outcome:
+    """Train pairs of copies on, one of each pair with the table; the model is left as it is."""
+    losses: dict[bool, list[float]] = {False: [], True: []}
+    sites: set[tuple[str, str]] = set()
+    fallbacks: Counter[str] = Counter()
     misses: Counter[str] = Counter()
-    for row in installation.counts_by_site():
-        if row.hits:
-            sites[row.role] += 1
-        misses.update(row.misses)
-    return dict(sorted(sites.items())), dict(sorted(misses.items()))
+    for pair in range(size.pairs):
+        for with_table in (False, True):
+            arm = copy.deepcopy(model)
+            arm_optimizer = torch.optim.Adam(arm.parameters(), lr=size.learning_rate)
+            # load_state_dict keeps the tensors it is given; without a copy arms would share them.
+            arm_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            installation = install(arm, table) if with_table else None
+            for index in range(size.further_steps):
+                step = size.recorded_steps + pair * size.further_steps + index
+                train_step(arm, arm_optimizer, TensorBatch.of(log.batch(size.batch, step)))
+            rows = TensorBatch.of(log.batch(size.evaluation_rows, _EVALUATION_SEED + pair))
+            losses[with_table].append(_mean_log_loss(arm, rows, size.batch))
+            if installation is not None:
+                for row in installation.counts_by_site():
+                    sites |= {(row.role, row.fqn)} if row.hits else set()
+                    fallbacks.update(row.misses)
+                misses = Counter(s.reason.value for s in installation.sites() if s.reason)
+        tell("train on, both arms", pair + 1, size.pairs)
+    return Outcome(
+        difference=paired_difference(losses[False], losses[True]),
+        fp8_sites=dict(sorted(Counter(role for role, _ in sites).items())),
+        misses=dict(sorted(misses.items())),
+        run_time_misses=dict(sorted(fallbacks.items())),
+    )
 
 
 def _summary(
     seed: int,
     safety: SafetyMap,
     table: DispatchTable,
-    outcome: _Outcome,
+    outcome: Outcome,
     run: DemoRun,
 ) -> DemoSummary:
     found = summarize_map(safety)
@@ -347,8 +361,8 @@ def _summary(
 
 
 @torch.no_grad()
-def _log_loss_per_row(model: TwoTower, rows: TensorBatch, batch: int) -> NDArray[np.float64]:
-    parts = []
+def _mean_log_loss(model: TwoTower, rows: TensorBatch, batch: int) -> float:
+    total = 0.0
     for begin in range(0, len(rows.clicks), batch):
         part = TensorBatch(
             **{
@@ -356,5 +370,6 @@ def _log_loss_per_row(model: TwoTower, rows: TensorBatch, batch: int) -> NDArray
                 for field in dataclasses.fields(TensorBatch)
             }
         )
-        parts.append(F.binary_cross_entropy_with_logits(model(part), part.clicks, reduction="none"))
-    return torch.cat(parts).double().numpy()
+        losses = F.binary_cross_entropy_with_logits(model(part), part.clicks, reduction="none")
+        total += float(losses.double().sum())
+    return total / len(rows.clicks)

@@ -212,7 +212,7 @@ def demo_lines(summary: DemoSummary) -> list[str]:
         f"log loss   {difference.log_loss_default:.6f} without the table, "
         f"{difference.log_loss_table:.6f} with it: "
         f"{100 * difference.relative_difference:+.4f} % +- "
-        f"{100 * difference.standard_error:.4f} % ({verdict})",
+        f"{100 * difference.standard_error:.4f} % over {difference.pairs} pairs ({verdict})",
         "",
     ]
     lines += [f"{name:<10} {path}" for name, path in summary.run.paths.items()]
