@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 import numpy as np
 
@@ -33,7 +32,12 @@ from loka_toolkit.artifacts.safety_map import (
     Verdict,
 )
 from loka_toolkit.artifacts.sites import Role
-from loka_toolkit.numerics.posterior import FloatArray, NormalInverseGamma, predictive
+from loka_toolkit.numerics.posterior import (
+    FloatArray,
+    NormalInverseGamma,
+    predictive,
+    sqnr_window,
+)
 from loka_toolkit.numerics.tolerance import Tolerance
 
 
@@ -81,7 +85,7 @@ def costs(
         noise=noise,
         p_noise_above=p_noise,
         drift=drift(
-            observed.values[Criterion.SQNR],
+            observed.sqnr_shown,
             observed.steps,
             tolerance.sqnr_db,
             tolerance.horizon_steps,
@@ -174,13 +178,11 @@ class Judge:
         recipe = observed.recipes[observed.recipe_of[c]]
         known = facts.steps > 0
         posteriors = self._posteriors(c)
-        lo, hi = self._predicted(c, Criterion.SQNR)
-        sqnr = posteriors.get(Criterion.SQNR.value)
-        row_sqnr = posteriors.get(Criterion.ROW_SQNR.value)
+        sqnr, lo, hi = self._sqnr(c)
         figures = Figures(
             facts=facts,
-            sqnr_db=sqnr.mu if sqnr else None,
-            row_sqnr_db=row_sqnr.mu if row_sqnr else None,
+            sqnr_db=sqnr,
+            row_sqnr_db=_mean(observed.row_sqnr_shown[c]),
             underflow_share=float(observed.underflow_share[c]),
             underflow_group=observed.underflow_group[c],
             saturation_share=float(observed.saturation_share[c]),
@@ -188,6 +190,7 @@ class Judge:
             breaking_as_outliers=float(rates.by_events[c]),
             events=int(self.evidence.events[c]),
             binding=binding,
+            is_gradient=site.key.role.is_gradient,
             impact_reason=self._impact_reason(c, site.key.role),
             drift=_known(costs.drift.per_1000_steps[c]),
             ahead=costs.drift.ahead,
@@ -264,14 +267,25 @@ class Judge:
             for criterion, parameters in self.rates.posteriors.items()
         }
 
-    def _predicted(self, c: int, criterion: Criterion) -> tuple[float | None, float | None]:
-        """Return the 5 and 95 % quantiles of a future step."""
-        parameters: Mapping[Criterion, NormalInverseGamma] = self.rates.posteriors
-        if criterion not in parameters:
-            return None, None
-        p = parameters[criterion]
+    def _sqnr(self, c: int) -> tuple[float | None, float | None, float | None]:
+        """Return the SQNR's posterior mean and the 5 and 95 % quantiles of a future step, dB.
+
+        Where steps lie above what is modelled, mean and upper quantile are those of the steps.
+        """
+        posteriors, shown = self.rates.posteriors, self.observed.sqnr_shown[c]
+        if Criterion.SQNR not in posteriors or np.isnan(shown).all():
+            return None, None, None
+        p = posteriors[Criterion.SQNR]
         future = predictive(NormalInverseGamma(p.mu[c], p.kappa[c], p.alpha[c], p.beta[c]))
-        return float(future.quantile(0.05)), float(future.quantile(0.95))
+        mean, lo, hi = float(p.mu[c]), float(future.quantile(0.05)), float(future.quantile(0.95))
+        if np.nanmax(shown) > sqnr_window(self.tolerance.sqnr_db)[1]:
+            mean = max(mean, float(np.nanmean(shown)))
+            hi = max(hi, float(np.nanquantile(shown, 0.95)))
+        return mean, lo, hi
+
+
+def _mean(values: FloatArray) -> float | None:
+    return None if np.isnan(values).all() else float(np.nanmean(values))
 
 
 def _known(value: float) -> float | None:

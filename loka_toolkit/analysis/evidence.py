@@ -11,13 +11,13 @@ from loka_toolkit.artifacts.safety_map import Criterion
 from loka_toolkit.numerics.posterior import FloatArray, Statistics
 
 RESOLUTION_DB = {
-    Criterion.SQNR: 0.05,
-    Criterion.ROW_SQNR: 0.05,
+    Criterion.SQNR: 0.1,
+    Criterion.ROW_SQNR: 0.1,
     Criterion.UNDERFLOW: 0.5,
     Criterion.SATURATION: 0.5,
 }
 """No cell is taken to vary less than this from step to step: an error is computed on a sample of
-rows and columns, and a variance of exactly zero has no likelihood. Half a decibel is 12 % of a
+rows and columns, and a variance of exactly zero has no likelihood. It is 1 % of an error, 12 % of a
 share. Of shares, where most cells often show none at all, a finer resolution makes those cells a
 spike to which every group is drawn, with as many modes as there are groups."""
 

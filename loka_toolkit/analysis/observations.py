@@ -28,6 +28,9 @@ BoolArray = npt.NDArray[np.bool_]
 DESTROYED_DB = -100.0
 """SQNR that the recorder reports where a product is not finite though its reference is."""
 
+SHOWN_DB = 60.0
+"""Products that are exactly right are recorded with 200 dB; a mean over steps stops here."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SiteFacts:
@@ -74,6 +77,8 @@ class Observations:
         seen: [C, S] whether an error was recorded.
         values: Criterion -> [C, S] dB as modelled.
         limits: Criterion -> limit, dB on the same scale.
+        sqnr_shown: [C, S] SQNR as recorded, dB, at most ``SHOWN_DB``; NaN where it was destroyed.
+        row_sqnr_shown: [C, S] the same of the 5th-percentile row.
         destroyed: [C, S] whether the product came out non-finite.
         underflow_share: [C] mean share in the worst group.
         underflow_group: [C] the group most often the worst, or None.
@@ -95,6 +100,8 @@ class Observations:
     seen: BoolArray
     values: dict[Criterion, FloatArray]
     limits: dict[Criterion, float]
+    sqnr_shown: FloatArray
+    row_sqnr_shown: FloatArray
     destroyed: BoolArray
     underflow_share: FloatArray
     underflow_group: tuple[str | None, ...]
@@ -200,10 +207,11 @@ def observe(
     lost = ((sqnr <= DESTROYED_DB) | np.isinf(relative) | rows.is_nan("sqnr_db")).astype(float)
     underflow = rows.floats("underflow_share_worst_group")
     saturation = rows.floats("saturation_share")
+    row_sqnr = rows.floats("row_sqnr_db_p05")
     share_limit = tolerance.underflow_share_worst_group
     values = {
         Criterion.SQNR: clip_sqnr(np.where(lost > 0, np.nan, sqnr), limits[Criterion.SQNR]),
-        Criterion.ROW_SQNR: clip_sqnr(rows.floats("row_sqnr_db_p05"), limits[Criterion.ROW_SQNR]),
+        Criterion.ROW_SQNR: clip_sqnr(row_sqnr, limits[Criterion.ROW_SQNR]),
         Criterion.UNDERFLOW: share_to_db(underflow, share_limit),
         Criterion.SATURATION: share_to_db(saturation, tolerance.saturation_share),
     }
@@ -217,6 +225,8 @@ def observe(
         seen=rows.spread_count() > 0,
         values={criterion: rows.spread_worst(column) for criterion, column in values.items()},
         limits=limits,
+        sqnr_shown=rows.spread_worst(np.minimum(np.where(lost > 0, np.nan, sqnr), SHOWN_DB)),
+        row_sqnr_shown=rows.spread_worst(np.minimum(row_sqnr, SHOWN_DB)),
         destroyed=np.nan_to_num(-rows.spread_worst(-lost), nan=0.0) > 0,
         underflow_share=rows.mean_per_cell(underflow),
         underflow_group=rows.commonest_per_cell("underflow_worst_group", cells),

@@ -25,6 +25,7 @@ class Figures:
         breaking_as_outliers: Mean share of steps that break as outliers.
         events: Steps that did.
         binding: The criterion exceeded most often.
+        is_gradient: Whether the product changes the update and not the loss.
         impact_reason: Why there is no impact, or None.
         drift: SQNR slope, dB per 1,000 steps, or None.
         ahead: Steps over which the slope is followed.
@@ -40,6 +41,7 @@ class Figures:
     breaking_as_outliers: float
     events: int
     binding: Criterion
+    is_gradient: bool
     impact_reason: str | None
     drift: float | None
     ahead: int
@@ -199,6 +201,8 @@ def _cost(figures: Figures, tolerance: Tolerance) -> str:
         return f"loss +{percent(facts.impact)} within its allotment of {percent(facts.allotment)}"
     if facts.bias is not None or facts.noise is not None:
         return _update(facts, tolerance)
+    if figures.is_gradient:
+        return "its effect on parameter gradients was not recorded, which decides nothing"
     return f"impact unknown ({figures.impact_reason or 'not recorded'}), which decides nothing"
 
 

@@ -18,10 +18,10 @@ from scipy import special
 
 FloatArray = npt.NDArray[np.float64]
 
-SQNR_WINDOW_DB = (-20.0, 60.0)
-"""SQNR is clipped to this before it is modelled, widened so that it reaches 40 dB to either side of
-the limit: nothing is decided out there, and a product that is exactly right (reported as 200 dB)
-must not set the spread of all others."""
+SQNR_WINDOW_DB = (-40.0, 15.0)
+"""SQNR is clipped to this window around its limit before it is modelled. An error 5 times smaller
+than allowed is as good as one 100 times smaller: how far a step lies above that says nothing about
+those below the limit, and a normal model would take it for a sign that they occur."""
 
 SHARE_START = 1e-2
 """Shares are started at this fraction of their limit before the logarithm, so that zero events and
@@ -181,7 +181,7 @@ def sample(
 def sqnr_window(limit_db: float) -> tuple[float, float]:
     """Return the range to which SQNR is clipped before it is modelled; see ``SQNR_WINDOW_DB``."""
     low, high = SQNR_WINDOW_DB
-    return min(low, limit_db - 40.0), max(high, limit_db + 40.0)
+    return limit_db + low, limit_db + high
 
 
 def clip_sqnr(sqnr_db: npt.ArrayLike, limit_db: float) -> FloatArray:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from loka_toolkit.analysis import analyze
 from loka_toolkit.analysis.drift import drift
 from loka_toolkit.analysis.evidence import (
     RESOLUTION_DB,
@@ -14,7 +15,7 @@ from loka_toolkit.analysis.evidence import (
     varies,
 )
 from loka_toolkit.analysis.observations import Observations, observe
-from loka_toolkit.artifacts.safety_map import Criterion
+from loka_toolkit.artifacts.safety_map import Criterion, Verdict
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.numerics.posterior import Statistics
 from loka_toolkit.numerics.tolerance import Tolerance
@@ -76,8 +77,9 @@ def test_a_constant_cell_keeps_a_proper_likelihood() -> None:
         constant = discounted(Statistics.of(np.full((1, count), 28.0)), np.ones(1), coarse)
         assert constant.squares == pytest.approx(count * coarse**2)
         assert not varies(constant, coarse)
-    noisy = discounted(Statistics.of(steady()[None]), np.ones(1), fine)
-    assert noisy.squares == pytest.approx(steady().var() * 20)
+    lively = 28.0 + 5.0 * (steady() - 28.0)
+    noisy = discounted(Statistics.of(lively[None]), np.ones(1), fine)
+    assert noisy.squares == pytest.approx(lively.var() * 20)
     assert varies(noisy, fine)
 
 
@@ -124,3 +126,14 @@ def test_noise_does_not_drift() -> None:
 def test_few_or_simultaneous_steps_have_no_slope() -> None:
     found = drift(np.full((2, 4), 28.0), np.arange(4), 20.0, 1000)
     assert np.isnan(found.per_1000_steps).all() and not found.leaves.any()
+
+
+def test_steps_far_above_the_limit_do_not_count_as_spread(assumed_fit, write_cells) -> None:
+    """A young model: two steps at 46 dB, then 23 to 36 dB, none of which comes near 20 dB."""
+    later = np.random.default_rng(6).normal(30.0, 3.0, 28).clip(23.0, 36.0)
+    cells = {("a#0:wgrad", RECIPE): {"sqnr_db": np.concatenate([[47.0, 46.0], later])}}
+    (cell,) = analyze(write_cells(cells, count=30)).cells
+    assert cell.verdict is Verdict.SAFE
+    assert cell.sqnr_db == pytest.approx(np.mean([47.0, 46.0, *later]))
+    assert cell.sqnr_db_lo < cell.sqnr_db < cell.sqnr_db_hi
+    assert cell.posteriors["sqnr"].mu < cell.sqnr_db

@@ -104,7 +104,9 @@ def test_a_constant_criterion_is_known() -> None:
     design, _, evidence = one_cell(np.full(8, 36.0))
     hyper = {SQNR: constant_draws(36.0, 1, 0.5)}
     assert exceedance(design, hyper, evidence, {SQNR: 6.0}, 0.05, seed=0).by_criterion[SQNR] < 1e-9
-    assert exceedance(design, hyper, evidence, {SQNR: 40.0}, 0.05, seed=0).by_criterion[SQNR] == 1
+    assert (
+        exceedance(design, hyper, evidence, {SQNR: 40.0}, 0.05, seed=0).by_criterion[SQNR] > 0.999
+    )
 
 
 def test_same_seed_same_numbers_and_another_seed_within_error() -> None:

@@ -160,7 +160,7 @@ def test_a_share_limit_of_zero_lets_nothing_but_zero_pass() -> None:
 
 @pytest.mark.parametrize(
     ("value", "limit", "expected"),
-    [(200.0, 20.0, 60.0), (-100.0, 20.0, -20.0), (28.6, 20.0, 28.6), (200.0, 50.0, 90.0)],
+    [(200.0, 20.0, 35.0), (-100.0, 20.0, -20.0), (28.6, 20.0, 28.6), (200.0, 50.0, 65.0)],
 )
 def test_sqnr_is_clipped_where_nothing_is_decided(
     value: float, limit: float, expected: float
