@@ -141,7 +141,7 @@ def test_a_table_for_another_chip_is_built_but_refused_here(road, tmp_path):
     assert built.returncode == 0, built.stderr
     checked = loka("table", "check", table)
     expect_error(checked, 1, "expected H200", "actual cpu")
-    unknown = loka("table", "build", out / "safety.parquet", "--chip", "H2000", "-o", table)
+    unknown = loka("table", "build", out / "safety.parquet", "--chip", "H2000")
     expect_error(unknown, 2, "H200")
 
 

@@ -16,7 +16,7 @@ BIG_SHARE = 0.05
 DRIFT_DEVIATIONS = 4.0
 DRIFT_LOG2 = 1.0
 """An amax drifts if its slope is this many standard errors from zero and, going on, would double or
-halve it before the next probe."""
+halve it before the next probe or within as many steps as were observed."""
 
 _NAMED = 5
 
@@ -91,18 +91,21 @@ def _unsafe_alert(cells: Sequence[Cell]) -> list[str]:
 
 
 def _drift_alert(series: Sequence[AmaxSeries], tolerance: Tolerance) -> list[str]:
+    """Name gradients whose amax drifts; a slope is followed no further than it was observed."""
+    observed = max((int(s.step[-1] - s.step[0]) for s in series if len(s.step)), default=0)
+    ahead = min(tolerance.horizon_steps, observed)
     drifting = [
-        f"{s.operand} of {s.layer} ({s.per_step * tolerance.horizon_steps:+.1f} octaves)"
+        f"{s.operand} of {s.layer} ({s.per_step * ahead:+.1f} octaves)"
         for s in sorted(series, key=lambda s: -abs(s.per_step))
         if s.operand is Operand.G
         and abs(s.slope_deviations) > DRIFT_DEVIATIONS
-        and abs(s.per_step) * tolerance.horizon_steps > DRIFT_LOG2
+        and abs(s.per_step) * ahead > DRIFT_LOG2
     ]
     if not drifting:
         return []
     return [
-        f"The largest gradient drifts; over the next {tolerance.horizon_steps:,} steps it would "
-        f"move: {_listed(drifting)}. Static scales of these will not last."
+        f"The largest gradient drifts; going on for {ahead:,} steps it would move: "
+        f"{_listed(drifting)}. Static scales of these will not last."
     ]
 
 

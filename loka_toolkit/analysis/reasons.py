@@ -138,14 +138,17 @@ def _break(figures: Figures, tolerance: Tolerance) -> str:
     match figures.binding:
         case Criterion.UNDERFLOW:
             group = figures.underflow_group or "the worst column group"
+            allowed = tolerance.underflow_share_worst_group
             return (
                 f"underflow: {percent(figures.underflow_share)} of the elements of {group} are "
-                f"flushed to zero, limit {percent(tolerance.underflow_share_worst_group)}{hidden}"
+                f"flushed to zero, limit {percent(allowed)}"
+                f"{_at(share, figures.underflow_share, allowed)}{hidden}"
             )
         case Criterion.SATURATION:
             return (
                 f"saturation: {percent(figures.saturation_share)} of the elements are clipped, "
-                f"limit {percent(tolerance.saturation_share)}{hidden}"
+                f"limit {percent(tolerance.saturation_share)}"
+                f"{_at(share, figures.saturation_share, tolerance.saturation_share)}{hidden}"
             )
         case Criterion.ROW_SQNR:
             return (
@@ -157,6 +160,11 @@ def _break(figures: Figures, tolerance: Tolerance) -> str:
                 f"SQNR {_db(figures.sqnr_db)}, limit {_db(tolerance.sqnr_db)}, "
                 f"broken at {share} of steps"
             )
+
+
+def _at(share: str, mean: float, limit: float) -> str:
+    """Say at how many steps a share breaks its limit where its mean does not show it."""
+    return "" if mean > limit else f" on average, broken at {share} of steps"
 
 
 def _closest(figures: Figures, tolerance: Tolerance) -> str:

@@ -9,18 +9,11 @@ from collections.abc import Mapping
 from loka_toolkit.analysis.observations import SiteFacts
 from loka_toolkit.artifacts.replay_results import ReplayResults, ReplayRow, Status
 from loka_toolkit.artifacts.safety_map import SpeedEvidence
-from loka_toolkit.numerics.recipes import all_recipes, parse_recipe
+from loka_toolkit.numerics.recipes import DEFAULT_RECIPES, all_recipes, parse_recipe
 from loka_toolkit.numerics.roofline import chip_data, predicted_speedup
 
 FAST = 1.05
 """A safe cell is fast from this speed-up on, casts included: less is lost to a repeated timing."""
-
-DEFAULTS: dict[str, tuple[str, ...]] = {
-    "float32": ("tf32", "fp32"),
-    "bfloat16": ("bf16",),
-    "float16": ("fp16",),
-}
-"""Recipes of the original precision by dtype; the fastest one measured is what FP8 must beat."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +73,7 @@ class SpeedBook:
             measured = measured_speedup(self.rows.get(str(site.key), ()), recipe)
         if measured is not None:
             return Speed(measured, SpeedEvidence.MEASURED)
-        if self.chip is None or site.dtype not in DEFAULTS:
+        if self.chip is None or site.dtype not in DEFAULT_RECIPES:
             return NO_SPEED
         predicted = predicted_speedup(
             site.key.role,
@@ -90,7 +83,7 @@ class SpeedBook:
             site.k,
             recipe,
             self.chip,
-            baseline=DEFAULTS[site.dtype][0],
+            baseline=DEFAULT_RECIPES[site.dtype][0],
         )
         return NO_SPEED if predicted is None else Speed(predicted, SpeedEvidence.PREDICTED)
 
@@ -108,7 +101,7 @@ def measured_speedup(rows: tuple[ReplayRow, ...], recipe: str) -> float | None:
     for shape in largest:
         defaults, candidates = [], []
         for row in by_shape[shape]:
-            if row.recipe in DEFAULTS.get(row.dtype, ()):
+            if row.recipe in DEFAULT_RECIPES.get(row.dtype, ()):
                 defaults.append(row.latency_us)
             elif row.recipe in known and judged.is_covered_by(known[row.recipe]):
                 candidates.append(row.latency_us)

@@ -16,14 +16,14 @@ from loka_toolkit.artifacts.dispatch_table import KIND, SCHEMA_VERSION, Dispatch
 from loka_toolkit.artifacts.replay_results import ReplayResults, ReplayRow
 from loka_toolkit.artifacts.safety_map import Cell, SafetyMap
 from loka_toolkit.dispatch.choose import choose
-from loka_toolkit.dispatch.objectives import DEFAULT_RECIPES, MIN_SPEEDUP, Predict
+from loka_toolkit.dispatch.objectives import MIN_SPEEDUP, Predict
 from loka_toolkit.dispatch.options import Evidence
 from loka_toolkit.dispatch.validate import validators_for
 from loka_toolkit.environment import CPU_CHIP, Environment, current_environment
 from loka_toolkit.errors import ConfigurationError, NoMatchError, UnknownNameError
 from loka_toolkit.kernels.catalog import catalog
 from loka_toolkit.kernels.contract import Candidate, Chip, Problem
-from loka_toolkit.numerics.recipes import Recipe
+from loka_toolkit.numerics.recipes import DEFAULT_RECIPES, Recipe
 from loka_toolkit.numerics.roofline import CHIPS, predicted_speedup
 
 

@@ -14,19 +14,12 @@ from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.dispatch.options import Option, Refusal, problem_of
 from loka_toolkit.dispatch.plans import Cast, casts_of, shared_cast_saving_us
 from loka_toolkit.kernels.contract import Problem
-from loka_toolkit.numerics.recipes import Recipe
+from loka_toolkit.numerics.recipes import DEFAULT_RECIPES, Recipe
 
 MIN_SPEEDUP = 1.05
 """Least speed-up, casts included, for which a site leaves its default: below it the gain is within
 the noise of timing."""
 
-DEFAULT_RECIPES: dict[str, tuple[str, ...]] = {
-    "float32": ("tf32", "fp32"),
-    "bfloat16": ("bf16",),
-    "float16": ("fp16",),
-}
-"""Baseline recipes that are a model's own precision, by the dtype of its products. Whether float32
-products may run in TF32 is the training script's setting, so the faster of the two is to beat."""
 
 _SHORTEST_US = 1e-3
 """No clock resolves less; it keeps a cast that timed longer than its product from giving less."""

@@ -104,6 +104,14 @@ PyTorch on CUDA accepts it, so tables use the mixed recipe for gradients."""
 BASELINE_RECIPES: tuple[str, ...] = ("fp32", "tf32", "bf16", "fp16")
 """Recipes that are no FP8 recipe: they name the fallback and the candidates it competes with."""
 
+DEFAULT_RECIPES: dict[str, tuple[str, ...]] = {
+    "float32": ("tf32", "fp32"),
+    "bfloat16": ("bf16",),
+    "float16": ("fp16",),
+}
+"""Baselines that are a model's own precision, by the dtype of its products; the fastest is to beat.
+Whether float32 products may run in TF32 is the training script's setting."""
+
 
 def parse_recipe(name: str) -> Recipe:
     """Return the recipe of that name.

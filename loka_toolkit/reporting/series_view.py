@@ -103,6 +103,7 @@ def series(cell: Cell, criterion: Criterion, rows: Sequence[Mapping[str, Any]]) 
     if posterior is None:
         return f"No figure of the {title}: the map holds no posterior of it."
     is_share = criterion in (Criterion.UNDERFLOW, Criterion.SATURATION)
+    beyond, low, high = 0, -math.inf, math.inf
     per_step, lost, absent = _worst_per_step(rows, criterion, worst=max if is_share else min)
     points = sorted(per_step.items())
     if not points:
@@ -113,6 +114,7 @@ def series(cell: Cell, criterion: Criterion, rows: Sequence[Mapping[str, Any]]) 
     limit = _share(posterior.limit, posterior) if is_share else posterior.limit
     if not is_share:
         low, high = sqnr_window(limit)
+        beyond = sum(not low <= value <= high for _, value in points)
         points = [(step, min(max(value, low), high)) for step, value in points]
     quantiles = [predictive_quantile(posterior, q) for q in (0.05, 0.5, 0.95)]
     if is_share:
@@ -125,6 +127,11 @@ def series(cell: Cell, criterion: Criterion, rows: Sequence[Mapping[str, Any]]) 
         f"{write(limit).text}. Nine in ten future steps are predicted between "
         f"{write(quantiles[0]).text} and {write(quantiles[2]).text}."
     )
+    if not is_share and beyond:
+        caption += (
+            f" {fmt.plural(beyond, 'step')} outside of {low:g} to {high:g} dB are drawn at the "
+            "nearer end: further from the limit, the model does not tell them apart."
+        )
     if posterior.outlying_steps:
         outlying = fmt.plural(posterior.outlying_steps, "outlying step")
         caption += f" The prediction leaves out {outlying}, counted as events."
