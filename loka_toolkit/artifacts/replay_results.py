@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -167,6 +168,11 @@ class ReplayResults:
         except msgspec.ValidationError as error:
             raise ArtifactCorruptError(f"{path} has a damaged row: {error}") from None
         return cls(rows=rows, facts=facts)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the contents, in hexadecimal."""
+        return storage.digest_structs(self.facts, self.rows)
 
     def to_frame(self) -> pd.DataFrame:
         """Return one row per workload and candidate, columns as in :data:`ROWS`.

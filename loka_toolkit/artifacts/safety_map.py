@@ -373,6 +373,11 @@ class SafetyMap:
             raise ArtifactCorruptError(f"{path} has a damaged row: {error}") from None
         return cls(cells=cells, facts=facts)
 
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the contents, in hexadecimal."""
+        return storage.digest_structs(self.facts, self.cells)
+
     def to_frame(self) -> pd.DataFrame:
         """Return one row per cell, columns as in :data:`CELLS`.
 

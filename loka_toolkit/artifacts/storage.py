@@ -301,6 +301,14 @@ def digest_file(path: Path) -> str:
     return hashlib.sha256(_read_bytes(path)).hexdigest()
 
 
+def digest_structs(facts: msgspec.Struct, rows: Sequence[msgspec.Struct]) -> str:
+    """Return the SHA-256 of an artifact's facts and rows, the same in memory and from disk."""
+    total = hashlib.sha256(msgspec.json.encode(facts))
+    for row in rows:
+        total.update(msgspec.json.encode(row))
+    return total.hexdigest()
+
+
 def digest_directory(path: Path) -> str:
     """Return the SHA-256 over the relative names and contents of all files below a directory."""
     total = hashlib.sha256()

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import datetime
 import fnmatch
-import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
-from loka_toolkit.artifacts import storage
 from loka_toolkit.artifacts.dispatch_table import KIND, SCHEMA_VERSION, DispatchTable, Objective
 from loka_toolkit.artifacts.replay_results import ReplayResults, ReplayRow
 from loka_toolkit.artifacts.safety_map import Cell, SafetyMap
@@ -61,8 +57,7 @@ def build_table(
         UnknownNameError: If chip or objective do not exist.
         NoMatchError: If a pattern matches no site.
     """
-    safety_map, safety_digest = _load_map(safety)
-    results, replay_digest = _load_replay(replay)
+    safety_map, results = _load_map(safety), _load_replay(replay)
     environment = current_environment()
     target = _chip(chip or environment.chip, environment)
     rows = _rows_on(target.name, results)
@@ -92,8 +87,8 @@ def build_table(
         environment=environment,
         config=_config(target, wanted, include, exclude, results, rows),
         tolerance=safety_map.facts.tolerance,
-        safety_digest=safety_digest,
-        replay_digest=replay_digest,
+        safety_digest=safety_map.digest,
+        replay_digest=None if results is None else results.digest,
         validators=validators_for(
             target.name,
             _known_environment(target, environment, results, rows),
@@ -136,30 +131,14 @@ def excluded_sites(
     return frozenset(set(sites) - (kept - dropped))
 
 
-def _load_map(safety: SafetyMap | str | Path) -> tuple[SafetyMap, str]:
-    if isinstance(safety, SafetyMap):
-        return safety, _digest(safety.facts, safety.cells)
-    path = Path(safety)
-    return SafetyMap.load(path), storage.digest_file(path)
+def _load_map(safety: SafetyMap | str | Path) -> SafetyMap:
+    return safety if isinstance(safety, SafetyMap) else SafetyMap.load(safety)
 
 
-def _load_replay(
-    replay: ReplayResults | str | Path | None,
-) -> tuple[ReplayResults | None, str | None]:
-    if replay is None:
-        return None, None
-    if isinstance(replay, ReplayResults):
-        return replay, _digest(replay.facts, replay.rows)
-    path = Path(replay)
-    return ReplayResults.load(path), storage.digest_file(path)
-
-
-def _digest(facts: msgspec.Struct, rows: Sequence[msgspec.Struct]) -> str:
-    """Return the SHA-256 of an artifact in memory: of its facts and rows as JSON."""
-    total = hashlib.sha256(msgspec.json.encode(facts))
-    for row in rows:
-        total.update(msgspec.json.encode(row))
-    return total.hexdigest()
+def _load_replay(replay: ReplayResults | str | Path | None) -> ReplayResults | None:
+    if replay is None or isinstance(replay, ReplayResults):
+        return replay
+    return ReplayResults.load(replay)
 
 
 def _chip(name: str, environment: Environment) -> Chip:

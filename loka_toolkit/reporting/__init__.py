@@ -94,25 +94,22 @@ def _open(
 ) -> Inputs:
     locations: dict[str, str] = {}
     digests: dict[str, str] = {}
-
-    def note(name: str, path: PathLike, *, digest: bool = True) -> None:
-        locations[name] = str(path)
-        if digest:
-            digests[name] = storage.digest_file(Path(path))
-
     if not isinstance(safety, SafetyMap):
-        location, safety = safety, SafetyMap.load(safety)
-        note("safety map", location)
+        locations["safety map"] = str(safety)
+        safety = SafetyMap.load(safety)
+    digests["safety map"] = safety.digest
     if trace is not None:
-        if not isinstance(trace, Trace):
-            trace = Trace.open(trace)
-        note("trace", trace.path, digest=False)
-    if replay is not None and not isinstance(replay, ReplayResults):
-        location, replay = replay, ReplayResults.load(replay)
-        note("replay results", location)
+        trace = trace if isinstance(trace, Trace) else Trace.open(trace)
+        locations["trace"] = str(trace.path)
+    if replay is not None:
+        if not isinstance(replay, ReplayResults):
+            locations["replay results"] = str(replay)
+            replay = ReplayResults.load(replay)
+        digests["replay results"] = replay.digest
     if table is not None and not isinstance(table, DispatchTable):
-        location, table = table, DispatchTable.load(table)
-        note("dispatch table", location)
+        locations["dispatch table"] = str(table)
+        digests["dispatch table"] = storage.digest_file(Path(table))
+        table = DispatchTable.load(table)
     return Inputs(
         safety=safety,
         trace=trace,

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable, MissReason, Objective
 from loka_toolkit.artifacts.replay_results import Status
-from loka_toolkit.artifacts.storage import digest_file
 from loka_toolkit.dispatch import build_table, table_rows
 from loka_toolkit.environment import current_environment
 from loka_toolkit.errors import (
@@ -146,8 +145,8 @@ def test_files_are_read_and_named_by_their_digests(made, tmp_path):
     results = made.replay_results(*(made.row(c.site, CPU_KERNEL, **dims(c)) for c in cells))
     paths = safety.save(tmp_path / "safety.parquet"), results.save(tmp_path / "replay.parquet")
     table = build_table(*paths, chip="cpu")
-    assert table.safety_digest == digest_file(paths[0])
-    assert table.replay_digest == digest_file(paths[1])
+    assert table.safety_digest == safety.digest == type(safety).load(paths[0]).digest
+    assert table.replay_digest == results.digest == type(results).load(paths[1]).digest
     assert table.entries == build_table(safety, results, chip="cpu").entries
     with pytest.raises(ArtifactMissingError):
         build_table(tmp_path / "nothing.parquet")

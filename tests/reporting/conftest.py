@@ -18,6 +18,7 @@ from loka_toolkit.artifacts import safety_map as sm
 from loka_toolkit.artifacts import storage
 from loka_toolkit.artifacts import trace as tr
 from loka_toolkit.environment import Environment
+from loka_toolkit.numerics.posterior import share_limit_db
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES, parse_recipe
 from loka_toolkit.numerics.tolerance import REASONS, Tolerance
 
@@ -91,6 +92,7 @@ def build_cell(
         sm.Verdict.UNSAFE: "the worst column group of x loses 93 % of its elements to underflow",
         sm.Verdict.INSUFFICIENT: "the interval of the exceedance rate straddles 5 %",
     }[verdict]
+    underflow_limit = share_limit_db(tolerance.underflow_share_worst_group)
     return sm.Cell(
         site=f"{fqn}#0:{role}", fqn=fqn, call=0, role=role, recipe=recipe, module_type=module,
         weight=f"{fqn}.weight", dispatchable=True, batch=1, m=m, n=n, k=k, dtype="float32",
@@ -109,7 +111,7 @@ def build_cell(
         posteriors={
             "sqnr": _posterior(level, 0.7, tolerance.sqnr_db),
             "row_sqnr": _posterior(level - 3, 0.9, tolerance.row_sqnr_db_p05),
-            "underflow": _posterior(0.4 if level < 17 else 19.0, 0.2, 6.02),
+            "underflow": _posterior(0.4 if level < 17 else 19.0, 0.2, underflow_limit),
         },
     )  # fmt: skip
 

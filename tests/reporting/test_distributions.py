@@ -259,7 +259,9 @@ def test_worst_rank_of_a_step_is_drawn(cell):
 
 def test_an_exact_product_does_not_stretch_the_axis(cell):
     found = series(cell, Criterion.SQNR, error_rows([200.0, 28.0, -1e9]))
-    assert found.values == (60.0, 28.0, -20.0)
+    limit = cell.posteriors["sqnr"].limit
+    assert found.values == (limit + 15.0, 28.0, -20.0)
+    assert "2 steps outside" in found.caption.replace("\N{NARROW NO-BREAK SPACE}", " ")
 
 
 def test_many_points_are_thinned_to_the_worst_of_each_group(cell):
