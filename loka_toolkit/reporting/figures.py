@@ -290,7 +290,7 @@ def _svg(draw: Callable[[Axes], None], size: tuple[float, float], identifier: st
         from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
     except ImportError:
-        raise MissingDependencyError("matplotlib", "analyze", "the report's figures") from None
+        raise MissingDependencyError("matplotlib", "analyze", "drawing the report") from None
     buffer = io.StringIO()
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
