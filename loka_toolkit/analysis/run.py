@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from loka_toolkit.analysis.speed import SpeedBook
 from loka_toolkit.artifacts.replay_results import ReplayResults
 from loka_toolkit.artifacts.safety_map import Coverage, Criterion, MapFacts, SafetyMap
 from loka_toolkit.artifacts.trace import Trace
-from loka_toolkit.environment import current_environment
+from loka_toolkit.environment import current_environment, timestamp
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.numerics.tolerance import REASONS, Tolerance
 
@@ -125,7 +124,7 @@ def analyze(
     layers = {site.key.layer for site in observed.sites}
     series = amax_series(trace.operands, loss_scales, layers)
     facts = MapFacts(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=timestamp(),
         environment=current_environment(),
         trace_environment=trace.manifest.environment,
         trace_digest=trace.digest,

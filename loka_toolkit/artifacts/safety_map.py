@@ -26,6 +26,10 @@ if TYPE_CHECKING:
 
 KIND = "loka-safety-map"
 
+FAST_SPEEDUP = 1.05
+"""Least speed-up, casts included, that counts as faster: below it the gain is within the noise of
+timing."""
+
 
 class Verdict(enum.StrEnum):
     """What is concluded about a cell or a site."""
@@ -298,9 +302,11 @@ CELLS = TableSchema(
         Column("flops_share", _T.FLOAT64, "share of the GEMM FLOPs of the step, in [0, 1]"),
         Column("evidence_steps", _T.INT64, "sampled steps with an error"),
         Column("evidence_effective", _T.FLOAT64, "the same after autocorrelation"),
-        Column("sqnr_db", _T.FLOAT64, "posterior mean of the SQNR, dB", True),
+        # Where a step lies above what is modelled (numerics.posterior.SQNR_WINDOW_DB), the mean and
+        # the upper quantile are those of the steps, if larger.
+        Column("sqnr_db", _T.FLOAT64, "mean SQNR, dB: posterior, or of the steps", True),
         Column("sqnr_db_lo", _T.FLOAT64, "5 % quantile of a future step's SQNR, dB", True),
-        Column("sqnr_db_hi", _T.FLOAT64, "95 % quantile of the same, dB", True),
+        Column("sqnr_db_hi", _T.FLOAT64, "95 % quantile of it, or of the steps, dB", True),
         Column("row_sqnr_db", _T.FLOAT64, "mean of the 5th-percentile row's SQNR, dB", True),
         Column("underflow_share_worst_group", _T.FLOAT64, "mean over steps, in [0, 1]"),
         Column("underflow_worst_group", _T.STRING, "operand[first:last column]", True),
@@ -321,7 +327,7 @@ CELLS = TableSchema(
         Column("drift_db_per_1000_steps", _T.FLOAT64, "least-squares slope of the SQNR", True),
         Column("verdict", _T.STRING, "safe, unsafe or insufficient-evidence"),
         Column("reason", _T.STRING, "one sentence"),
-        Column("fast", _T.BOOL, "safe and speed-up >= 1.05, casts included"),
+        Column("fast", _T.BOOL, f"safe and speed-up >= {FAST_SPEEDUP}, casts included"),
         Column("speedup", _T.FLOAT64, "time of the default over time in FP8", True),
         Column("speedup_evidence", _T.STRING, "measured, predicted or none"),
         *(
@@ -384,13 +390,7 @@ class SafetyMap:
         Raises:
             MissingDependencyError: If pandas is absent.
         """
-        from loka_toolkit.errors import MissingDependencyError
-
-        try:
-            import pandas as pd
-        except ImportError:
-            raise MissingDependencyError("pandas", "analyze", "SafetyMap.to_frame()") from None
-        return pd.DataFrame([_row_of(cell) for cell in self.cells], columns=CELLS.column_names)
+        return storage.frame_from_rows(CELLS, [_row_of(cell) for cell in self.cells])
 
     def site_verdicts(self) -> tuple[SiteVerdict, ...]:
         """Return one verdict per site, in the order of the cells."""

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from loka_toolkit.artifacts.dispatch_table import KIND, SCHEMA_VERSION, DispatchTable, Objective
 from loka_toolkit.artifacts.replay_results import ReplayResults, ReplayRow
-from loka_toolkit.artifacts.safety_map import Cell, SafetyMap
+from loka_toolkit.artifacts.safety_map import FAST_SPEEDUP, Cell, SafetyMap
 from loka_toolkit.artifacts.sites import select_sites
 from loka_toolkit.dispatch.choose import choose
-from loka_toolkit.dispatch.objectives import MIN_SPEEDUP, Predict
+from loka_toolkit.dispatch.objectives import Predict
 from loka_toolkit.dispatch.options import Evidence
 from loka_toolkit.dispatch.validate import validators_for
-from loka_toolkit.environment import CPU_CHIP, Environment, current_environment
+from loka_toolkit.environment import CPU_CHIP, Environment, current_environment, timestamp
 from loka_toolkit.errors import ConfigurationError, UnknownNameError
 from loka_toolkit.kernels.catalog import catalog
 from loka_toolkit.kernels.contract import Candidate, Chip, Problem
@@ -81,7 +80,7 @@ def build_table(
     return DispatchTable(
         kind=KIND,
         schema_version=SCHEMA_VERSION,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=timestamp(),
         chip=target.name,
         objective=wanted,
         environment=environment,
@@ -226,6 +225,6 @@ def _config(
         "objective": objective.value,
         "include": list(include),
         "exclude": list(exclude),
-        "min_speedup": MIN_SPEEDUP,
+        "min_speedup": FAST_SPEEDUP,
         "replay": used,
     }
