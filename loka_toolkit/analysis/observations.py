@@ -14,6 +14,7 @@ from loka_toolkit.artifacts.safety_map import Criterion
 from loka_toolkit.artifacts.sites import Role, SiteKey, select_sites
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.errors import ConfigurationError, NoEvidenceError
+from loka_toolkit.numerics.metrics import SQNR_FLOOR_DB
 from loka_toolkit.numerics.posterior import FloatArray, clip_sqnr, share_limit_db, share_to_db
 from loka_toolkit.numerics.recipes import parse_recipe
 from loka_toolkit.numerics.tolerance import Tolerance
@@ -23,9 +24,6 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-
-DESTROYED_DB = -100.0
-"""SQNR that the recorder reports where a product is not finite though its reference is."""
 
 SHOWN_DB = 60.0
 """Products that are exactly right are recorded with 200 dB; a mean over steps stops here."""
@@ -179,7 +177,7 @@ def observe(
     limits = limits_db(tolerance)
     sqnr = rows.floats("sqnr_db")
     relative = rows.floats("relative_frobenius")
-    lost = ((sqnr <= DESTROYED_DB) | np.isinf(relative) | rows.is_nan("sqnr_db")).astype(float)
+    lost = ((sqnr <= SQNR_FLOOR_DB) | np.isinf(relative) | rows.is_nan("sqnr_db")).astype(float)
     underflow = rows.floats("underflow_share_worst_group")
     saturation = rows.floats("saturation_share")
     row_sqnr = rows.floats("row_sqnr_db_p05")

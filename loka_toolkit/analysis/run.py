@@ -22,8 +22,9 @@ from loka_toolkit.analysis.model import require_sampler
 from loka_toolkit.analysis.observations import Observations, observe, read_sites, select_recipes
 from loka_toolkit.analysis.scales import amax_series, static_scales
 from loka_toolkit.analysis.speed import SpeedBook
+from loka_toolkit.artifacts.map_facts import Coverage, MapFacts
 from loka_toolkit.artifacts.replay_results import ReplayResults
-from loka_toolkit.artifacts.safety_map import Coverage, Criterion, MapFacts, SafetyMap
+from loka_toolkit.artifacts.safety_map import Criterion, SafetyMap
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.environment import current_environment, timestamp
 from loka_toolkit.errors import ConfigurationError

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from loka_toolkit.artifacts.safety_map import OperandScale
+from loka_toolkit.artifacts.map_facts import OperandScale
 from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
 from loka_toolkit.errors import ArtifactCorruptError, ConfigurationError
 from loka_toolkit.numerics.formats import FP8_FORMATS

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from loka_toolkit.artifacts.dispatch_table import MissReason
+from loka_toolkit.artifacts.map_facts import OperandScale
 from loka_toolkit.artifacts.replay_results import ReplayRow, Status
-from loka_toolkit.artifacts.safety_map import Cell, OperandScale, Verdict
+from loka_toolkit.artifacts.safety_map import Cell, Verdict
 from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Role
 from loka_toolkit.dispatch.plans import LINEAR_ROLES
 from loka_toolkit.errors import UnknownNameError
