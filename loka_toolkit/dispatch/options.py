@@ -27,8 +27,8 @@ from loka_toolkit.numerics.recipes import (
 )
 
 MAX_SCALE_RATIO = 2.0
-"""Largest ratio of two calls' static scales that one scale may stand for. Static scales leave a
-headroom of 8, and the error of E4M3 hardly changes up to a headroom of 16."""
+"""Largest ratio of two calls' static scales that one scale may stand for. Static scales usually
+leave a headroom of 8, and the error of E4M3 hardly changes up to a headroom of 16."""
 
 _KNOWN = all_recipes()
 
