@@ -27,7 +27,7 @@ class ClickLogSpec:
         item_cardinalities: Sizes of the item's.
         zipf_exponent: Exponent of the categories' rank-frequency law.
         count_log_sd: Standard deviation of the natural logarithm of the counts.
-        blank_share: Share of counts that are blank (read as zero).
+        blank_share: Share of counts that are blank (read as zero, as those that round down to it).
         hidden: Width of the planted user and item vectors.
         base_logit: Intercept; -2.2 gives about one click in eight.
     """

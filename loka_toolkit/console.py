@@ -17,7 +17,6 @@ from rich.table import Table
 
 from loka_toolkit.errors import LokaError
 
-EXIT_DONE = 0
 EXIT_ERROR = 1
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130

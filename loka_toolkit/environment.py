@@ -1,7 +1,8 @@
-"""The fingerprint that every artifact carries: where it was recorded, measured or trained."""
+"""What every artifact carries: where it was recorded, measured or trained, and when."""
 
 from __future__ import annotations
 
+import datetime
 import functools
 import importlib.metadata
 import platform
@@ -46,6 +47,11 @@ class Environment(msgspec.Struct, frozen=True):
     platform: str
     loka_toolkit: str
     libraries: dict[str, str]
+
+
+def timestamp() -> str:
+    """Return the present time, UTC, in ISO 8601 to the second."""
+    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
 def chip_of(device: torch.device | None = None) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from loka_toolkit.analysis.scales import AmaxSeries
-from loka_toolkit.artifacts.safety_map import Cell, Coverage, FitHealth, Verdict
+from loka_toolkit.artifacts.map_facts import Coverage, FitHealth
+from loka_toolkit.artifacts.safety_map import Cell, Verdict
 from loka_toolkit.artifacts.sites import Operand
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.numerics.tolerance import Tolerance

@@ -23,14 +23,8 @@ from loka_toolkit.analysis.verdicts import (
     distrust,
     verdict_of,
 )
-from loka_toolkit.artifacts.safety_map import (
-    Cell,
-    Criterion,
-    FitHealth,
-    Posterior,
-    SpeedEvidence,
-    Verdict,
-)
+from loka_toolkit.artifacts.map_facts import FitHealth
+from loka_toolkit.artifacts.safety_map import Cell, Criterion, Posterior, SpeedEvidence, Verdict
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.numerics.posterior import (
     FloatArray,

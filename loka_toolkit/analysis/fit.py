@@ -12,7 +12,8 @@ import numpy as np
 
 from loka_toolkit.analysis.design import Design, basis
 from loka_toolkit.analysis.model import build_model, require_sampler, within_between
-from loka_toolkit.artifacts.safety_map import Criterion, FitHealth, Hyperparameter
+from loka_toolkit.artifacts.map_facts import FitHealth, Hyperparameter
+from loka_toolkit.artifacts.safety_map import Criterion
 from loka_toolkit.numerics.posterior import FloatArray
 
 MAX_R_HAT = 1.01

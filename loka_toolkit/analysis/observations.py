@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -12,9 +11,10 @@ import numpy as np
 import numpy.typing as npt
 
 from loka_toolkit.artifacts.safety_map import Criterion
-from loka_toolkit.artifacts.sites import Role, SiteKey
+from loka_toolkit.artifacts.sites import Role, SiteKey, select_sites
 from loka_toolkit.artifacts.trace import Trace
-from loka_toolkit.errors import ConfigurationError, NoEvidenceError, NoMatchError
+from loka_toolkit.errors import ConfigurationError, NoEvidenceError
+from loka_toolkit.numerics.metrics import SQNR_FLOOR_DB
 from loka_toolkit.numerics.posterior import FloatArray, clip_sqnr, share_limit_db, share_to_db
 from loka_toolkit.numerics.recipes import parse_recipe
 from loka_toolkit.numerics.tolerance import Tolerance
@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
-
-DESTROYED_DB = -100.0
-"""SQNR that the recorder reports where a product is not finite though its reference is."""
 
 SHOWN_DB = 60.0
 """Products that are exactly right are recorded with 200 dB; a mean over steps stops here."""
@@ -152,30 +149,6 @@ def select_recipes(trace: Trace, recipes: Sequence[str] | None) -> tuple[str, ..
     return asked
 
 
-def select_sites(
-    names: Sequence[str], include: Sequence[str] = (), exclude: Sequence[str] = ()
-) -> tuple[str, ...]:
-    """Return the site names kept: any of ``include`` (all if empty) and none of ``exclude``.
-
-    A glob is held against the site name and against its module path.
-
-    Raises:
-        NoMatchError: If a glob matches nothing, or nothing is left.
-    """
-    for pattern in (*include, *exclude):
-        if not any(_matches(name, pattern) for name in names):
-            raise NoMatchError("site", pattern, names)
-    kept = tuple(
-        name
-        for name in names
-        if (not include or any(_matches(name, p) for p in include))
-        and not any(_matches(name, p) for p in exclude)
-    )
-    if not kept:
-        raise NoMatchError("site", f"{list(include)} without {list(exclude)}", names)
-    return kept
-
-
 def observe(
     trace: Trace,
     tolerance: Tolerance,
@@ -204,7 +177,7 @@ def observe(
     limits = limits_db(tolerance)
     sqnr = rows.floats("sqnr_db")
     relative = rows.floats("relative_frobenius")
-    lost = ((sqnr <= DESTROYED_DB) | np.isinf(relative) | rows.is_nan("sqnr_db")).astype(float)
+    lost = ((sqnr <= SQNR_FLOOR_DB) | np.isinf(relative) | rows.is_nan("sqnr_db")).astype(float)
     underflow = rows.floats("underflow_share_worst_group")
     saturation = rows.floats("saturation_share")
     row_sqnr = rows.floats("row_sqnr_db_p05")
@@ -338,8 +311,3 @@ class _Rows:
 def _codes(table: pa.Table, name: str) -> tuple[list[str], IntArray]:
     encoded: Any = table.column(name).combine_chunks().dictionary_encode()
     return encoded.dictionary.to_pylist(), encoded.indices.to_numpy().astype(np.int64)
-
-
-def _matches(site: str, pattern: str) -> bool:
-    fqn = site.rpartition("#")[0]
-    return fnmatch.fnmatchcase(site, pattern) or fnmatch.fnmatchcase(fqn, pattern)

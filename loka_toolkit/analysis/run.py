@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import datetime
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -23,10 +22,11 @@ from loka_toolkit.analysis.model import require_sampler
 from loka_toolkit.analysis.observations import Observations, observe, read_sites, select_recipes
 from loka_toolkit.analysis.scales import amax_series, static_scales
 from loka_toolkit.analysis.speed import SpeedBook
+from loka_toolkit.artifacts.map_facts import Coverage, MapFacts
 from loka_toolkit.artifacts.replay_results import ReplayResults
-from loka_toolkit.artifacts.safety_map import Coverage, Criterion, MapFacts, SafetyMap
+from loka_toolkit.artifacts.safety_map import Criterion, SafetyMap
 from loka_toolkit.artifacts.trace import Trace
-from loka_toolkit.environment import current_environment
+from loka_toolkit.environment import current_environment, timestamp
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.numerics.tolerance import REASONS, Tolerance
 
@@ -125,7 +125,7 @@ def analyze(
     layers = {site.key.layer for site in observed.sites}
     series = amax_series(trace.operands, loss_scales, layers)
     facts = MapFacts(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=timestamp(),
         environment=current_environment(),
         trace_environment=trace.manifest.environment,
         trace_digest=trace.digest,

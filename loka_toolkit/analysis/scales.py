@@ -7,24 +7,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from loka_toolkit.artifacts.safety_map import OperandScale
+from loka_toolkit.artifacts.map_facts import OperandScale
 from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
 from loka_toolkit.errors import ArtifactCorruptError, ConfigurationError
 from loka_toolkit.numerics.formats import FP8_FORMATS
 from loka_toolkit.numerics.posterior import FloatArray, NormalInverseGamma, predictive
+from loka_toolkit.numerics.scaling import SMALLEST_SCALE, STATIC_HEADROOM
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-HEADROOMS = (8.0, 16.0, 32.0, 64.0)
+HEADROOMS = (STATIC_HEADROOM, 16.0, 32.0, 64.0)
 """Powers of two above the predicted amax. E4M3's error hardly changes over 16x of headroom, so the
 first one is taken that overflows no more often than ``RARE``, else the last: beyond it small values
 are lost, and an operand that swings so widely is better scaled as it comes."""
 
 RARE = 1e-3
-
-SMALLEST_SCALE = 2.0**-126
-"""The smallest normal float32: scales are stored in float32, and a scale of zero gives Inf."""
 
 RESOLUTION_LOG2 = 0.05
 """No operand's log2 amax is taken to vary by less than this: 3.5 %."""

@@ -8,12 +8,9 @@ from collections.abc import Mapping
 
 from loka_toolkit.analysis.observations import SiteFacts
 from loka_toolkit.artifacts.replay_results import ReplayResults, ReplayRow, Status
-from loka_toolkit.artifacts.safety_map import SpeedEvidence
+from loka_toolkit.artifacts.safety_map import FAST_SPEEDUP, SpeedEvidence
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPES, all_recipes, parse_recipe
 from loka_toolkit.numerics.roofline import chip_data, predicted_speedup
-
-FAST = 1.05
-"""A safe cell is fast from this speed-up on, casts included: less is lost to a repeated timing."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +28,7 @@ class Speed:
     @property
     def fast(self) -> bool:
         """Whether it is worth while."""
-        return self.speedup is not None and self.speedup >= FAST
+        return self.speedup is not None and self.speedup >= FAST_SPEEDUP
 
 
 NO_SPEED = Speed(None, SpeedEvidence.NONE)

@@ -180,13 +180,7 @@ class ReplayResults:
         Raises:
             MissingDependencyError: If pandas is absent.
         """
-        from loka_toolkit.errors import MissingDependencyError
-
-        try:
-            import pandas as pd
-        except ImportError:
-            raise MissingDependencyError("pandas", "analyze", "to_frame()") from None
-        return pd.DataFrame([_row_of(row) for row in self.rows], columns=ROWS.column_names)
+        return storage.frame_from_rows(ROWS, [_row_of(row) for row in self.rows])
 
 
 def _row_of(row: ReplayRow) -> dict[str, Any]:

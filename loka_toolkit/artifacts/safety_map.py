@@ -16,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from loka_toolkit.artifacts import storage
+from loka_toolkit.artifacts.map_facts import MapFacts
 from loka_toolkit.artifacts.schema import Column, ColumnType, TableSchema
-from loka_toolkit.environment import Environment
 from loka_toolkit.errors import ArtifactCorruptError
-from loka_toolkit.numerics.tolerance import Tolerance
 
 if TYPE_CHECKING:
     import pandas as pd
 
 KIND = "loka-safety-map"
+
+FAST_SPEEDUP = 1.05
+"""Least speed-up, casts included, that counts as faster: below it the gain is within the noise of
+timing."""
 
 
 class Verdict(enum.StrEnum):
@@ -133,126 +136,6 @@ class Cell(msgspec.Struct, frozen=True):
     posteriors: dict[str, Posterior]
 
 
-class OperandScale(msgspec.Struct, frozen=True):
-    """A static scale for one operand of a layer.
-
-    Attributes:
-        layer: Layer name, FQN#CALL.
-        operand: ``x``, ``w``, ``g``, ``a`` or ``b``.
-        amax: Predictive location of the amax (for g: per unit of loss scale).
-        log2_amax_sd: Predictive standard deviation of log2 amax.
-        headroom: Factor above ``amax`` that the scale leaves before saturation.
-        scale: Decode scale: a stored value times it gives the original; keyed by format.
-        overflow_probability: P(a step's amax exceeds the largest representable value); keyed by
-            format.
-        steps: Sampled steps it rests on.
-    """
-
-    layer: str
-    operand: str
-    amax: float
-    log2_amax_sd: float
-    headroom: float
-    scale: dict[str, float]
-    overflow_probability: dict[str, float]
-    steps: int
-
-
-class Hyperparameter(msgspec.Struct, frozen=True):
-    """Posterior summary and sampler health of one hyperparameter."""
-
-    name: str
-    mean: float
-    sd: float
-    lo: float
-    hi: float
-    r_hat: float
-    ess_bulk: float
-    ess_tail: float
-
-
-class FitHealth(msgspec.Struct, frozen=True):
-    """Whether the sampler can be trusted.
-
-    Attributes:
-        healthy: All gates passed.
-        problems: One sentence per gate that failed.
-        max_r_hat: Over hyperparameters; the gate is 1.01.
-        min_ess: Over hyperparameters, bulk and tail; the gate is 400.
-        divergences: After warm-up; the gate is 0.
-        min_bfmi: Over chains; the gate is 0.3.
-        chains: Chains.
-        draws: Draws kept per chain.
-        seconds: Time the fit took, compilation included.
-    """
-
-    healthy: bool
-    problems: tuple[str, ...]
-    max_r_hat: float
-    min_ess: float
-    divergences: int
-    min_bfmi: float
-    chains: int
-    draws: int
-    seconds: float
-
-
-class Coverage(msgspec.Struct, frozen=True):
-    """What share of the work was seen.
-
-    Attributes:
-        flops_seen: GEMM FLOPs recorded as sites, per sampled step.
-        flops_unseen: GEMM FLOPs that no site accounts for, per sampled step.
-        unseen_reasons: FLOPs by reason.
-        steps_recorded: Sampled steps with rows.
-        steps_skipped: Sampled steps skipped, for example as non-finite.
-    """
-
-    flops_seen: float
-    flops_unseen: float
-    unseen_reasons: dict[str, float]
-    steps_recorded: int
-    steps_skipped: int
-
-
-class MapFacts(msgspec.Struct, frozen=True):
-    """What holds for the whole map.
-
-    Attributes:
-        created: UTC, ISO 8601.
-        environment: Where the analysis ran.
-        trace_environment: Where the trace was recorded.
-        trace_digest: SHA-256 of the trace.
-        config: Arguments of the analysis.
-        tolerance: The tolerance used.
-        tolerance_reasons: Why each number is what it is.
-        recipes: Recipes considered.
-        baseline_loss: Mean loss over the sampled steps, in mean-loss units, or null.
-        false_discovery_rate: Expected share of wrong ``safe`` verdicts.
-        health: The sampler's.
-        hyperparameters: Posterior summaries.
-        scales: Static scales.
-        coverage: What was seen.
-        alerts: Sentences to be read first.
-    """
-
-    created: str
-    environment: Environment
-    trace_environment: Environment
-    trace_digest: str
-    config: dict[str, Any]
-    tolerance: Tolerance
-    tolerance_reasons: dict[str, str]
-    recipes: tuple[str, ...]
-    baseline_loss: float | None
-    false_discovery_rate: float
-    health: FitHealth
-    hyperparameters: tuple[Hyperparameter, ...]
-    scales: tuple[OperandScale, ...]
-    coverage: Coverage
-    alerts: tuple[str, ...]
-
-
 class SiteVerdict(msgspec.Struct, frozen=True):
     """The verdict of a site over all recipes considered.
 
@@ -298,9 +181,11 @@ CELLS = TableSchema(
         Column("flops_share", _T.FLOAT64, "share of the GEMM FLOPs of the step, in [0, 1]"),
         Column("evidence_steps", _T.INT64, "sampled steps with an error"),
         Column("evidence_effective", _T.FLOAT64, "the same after autocorrelation"),
-        Column("sqnr_db", _T.FLOAT64, "posterior mean of the SQNR, dB", True),
+        # Where a step lies above what is modelled (numerics.posterior.SQNR_WINDOW_DB), the mean and
+        # the upper quantile are those of the steps, if larger.
+        Column("sqnr_db", _T.FLOAT64, "mean SQNR, dB: posterior, or of the steps", True),
         Column("sqnr_db_lo", _T.FLOAT64, "5 % quantile of a future step's SQNR, dB", True),
-        Column("sqnr_db_hi", _T.FLOAT64, "95 % quantile of the same, dB", True),
+        Column("sqnr_db_hi", _T.FLOAT64, "95 % quantile of it, or of the steps, dB", True),
         Column("row_sqnr_db", _T.FLOAT64, "mean of the 5th-percentile row's SQNR, dB", True),
         Column("underflow_share_worst_group", _T.FLOAT64, "mean over steps, in [0, 1]"),
         Column("underflow_worst_group", _T.STRING, "operand[first:last column]", True),
@@ -321,7 +206,7 @@ CELLS = TableSchema(
         Column("drift_db_per_1000_steps", _T.FLOAT64, "least-squares slope of the SQNR", True),
         Column("verdict", _T.STRING, "safe, unsafe or insufficient-evidence"),
         Column("reason", _T.STRING, "one sentence"),
-        Column("fast", _T.BOOL, "safe and speed-up >= 1.05, casts included"),
+        Column("fast", _T.BOOL, f"safe and speed-up >= {FAST_SPEEDUP}, casts included"),
         Column("speedup", _T.FLOAT64, "time of the default over time in FP8", True),
         Column("speedup_evidence", _T.STRING, "measured, predicted or none"),
         *(
@@ -384,13 +269,7 @@ class SafetyMap:
         Raises:
             MissingDependencyError: If pandas is absent.
         """
-        from loka_toolkit.errors import MissingDependencyError
-
-        try:
-            import pandas as pd
-        except ImportError:
-            raise MissingDependencyError("pandas", "analyze", "SafetyMap.to_frame()") from None
-        return pd.DataFrame([_row_of(cell) for cell in self.cells], columns=CELLS.column_names)
+        return storage.frame_from_rows(CELLS, [_row_of(cell) for cell in self.cells])
 
     def site_verdicts(self) -> tuple[SiteVerdict, ...]:
         """Return one verdict per site, in the order of the cells."""

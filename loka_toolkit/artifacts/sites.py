@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import enum
+import fnmatch
 import re
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from loka_toolkit.errors import ConfigurationError
+from loka_toolkit.errors import ConfigurationError, NoMatchError
 
 WRAPPER_PREFIXES = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 ROOT_FQN = "(root)"
@@ -113,3 +115,41 @@ def token_axis(role: Role) -> str | None:
     if role in (Role.FWD, Role.DGRAD):
         return "m"
     return "k" if role is Role.WGRAD else None
+
+
+def select_sites(
+    names: Iterable[str],
+    include: Sequence[str] = (),
+    exclude: Sequence[str] = (),
+    *,
+    may_be_empty: bool = False,
+) -> tuple[str, ...]:
+    """Return the site names kept, in order: any of ``include`` and none of ``exclude``.
+
+    Args:
+        names: Site names, ``FQN#CALL:ROLE``.
+        include: Globs, each held against the site name and its module path; none means all.
+        exclude: The same; what one of them matches is left out, included or not.
+        may_be_empty: Whether it is right that nothing is left.
+
+    Raises:
+        NoMatchError: If a glob matches nothing, or nothing is left; near misses are listed.
+    """
+    fqns = {name: name.rpartition("#")[0] for name in names}
+    known = {*fqns, *fqns.values()}
+
+    def matched(pattern: str) -> set[str]:
+        found = {
+            name
+            for name, fqn in fqns.items()
+            if fnmatch.fnmatchcase(name, pattern) or fnmatch.fnmatchcase(fqn, pattern)
+        }
+        if not found:
+            raise NoMatchError("site", pattern, known)
+        return found
+
+    wanted = set[str]().union(*map(matched, include)) if include else set(fqns)
+    wanted -= set[str]().union(*map(matched, exclude))
+    if not wanted and not may_be_empty:
+        raise NoMatchError("site", f"{list(include)} without {list(exclude)}", known)
+    return tuple(name for name in fqns if name in wanted)

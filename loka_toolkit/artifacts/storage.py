@@ -19,9 +19,11 @@ from loka_toolkit.errors import (
     ArtifactExistsError,
     ArtifactMissingError,
     ArtifactVersionError,
+    MissingDependencyError,
 )
 
 if TYPE_CHECKING:
+    import pandas as pd
     import pyarrow as pa
 
 _Struct = TypeVar("_Struct", bound=msgspec.Struct)
@@ -135,6 +137,19 @@ def table_from_rows(schema: TableSchema, rows: Sequence[Mapping[str, Any]]) -> p
     return table_from_columns(
         schema, {name: [row[name] for row in rows] for name in schema.column_names}
     )
+
+
+def frame_from_rows(schema: TableSchema, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return a pandas frame with the columns of ``schema`` from one mapping per row.
+
+    Raises:
+        MissingDependencyError: If pandas is absent.
+    """
+    try:
+        import pandas as pd
+    except ImportError:
+        raise MissingDependencyError("pandas", "analyze", "to_frame()") from None
+    return pd.DataFrame(list(rows), columns=list(schema.column_names))
 
 
 def arrow_schema(schema: TableSchema) -> pa.Schema:

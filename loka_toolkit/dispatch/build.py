@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import datetime
-import fnmatch
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from loka_toolkit.artifacts.dispatch_table import KIND, SCHEMA_VERSION, DispatchTable, Objective
 from loka_toolkit.artifacts.replay_results import ReplayResults, ReplayRow
-from loka_toolkit.artifacts.safety_map import Cell, SafetyMap
+from loka_toolkit.artifacts.safety_map import FAST_SPEEDUP, Cell, SafetyMap
+from loka_toolkit.artifacts.sites import select_sites
 from loka_toolkit.dispatch.choose import choose
-from loka_toolkit.dispatch.objectives import MIN_SPEEDUP, Predict
+from loka_toolkit.dispatch.objectives import Predict
 from loka_toolkit.dispatch.options import Evidence
 from loka_toolkit.dispatch.validate import validators_for
-from loka_toolkit.environment import CPU_CHIP, Environment, current_environment
-from loka_toolkit.errors import ConfigurationError, NoMatchError, UnknownNameError
+from loka_toolkit.environment import CPU_CHIP, Environment, current_environment, timestamp
+from loka_toolkit.errors import ConfigurationError, UnknownNameError
 from loka_toolkit.kernels.catalog import catalog
 from loka_toolkit.kernels.contract import Candidate, Chip, Problem
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPES, Recipe
@@ -81,7 +80,7 @@ def build_table(
     return DispatchTable(
         kind=KIND,
         schema_version=SCHEMA_VERSION,
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=timestamp(),
         chip=target.name,
         objective=wanted,
         environment=environment,
@@ -114,21 +113,8 @@ def excluded_sites(
     Raises:
         NoMatchError: If a pattern matches no site; near misses are listed.
     """
-    sites = {cell.site: cell.fqn for cell in cells}
-
-    def matched(pattern: str) -> set[str]:
-        found = {
-            site
-            for site, fqn in sites.items()
-            if fnmatch.fnmatchcase(site, pattern) or fnmatch.fnmatchcase(fqn, pattern)
-        }
-        if not found:
-            raise NoMatchError("site", pattern, {*sites, *sites.values()})
-        return found
-
-    kept = set().union(*(matched(p) for p in include)) if include else set(sites)
-    dropped = set().union(*(matched(p) for p in exclude))
-    return frozenset(set(sites) - (kept - dropped))
+    sites = dict.fromkeys(cell.site for cell in cells)
+    return frozenset(sites) - set(select_sites(sites, include, exclude, may_be_empty=True))
 
 
 def _load_map(safety: SafetyMap | str | Path) -> SafetyMap:
@@ -239,6 +225,6 @@ def _config(
         "objective": objective.value,
         "include": list(include),
         "exclude": list(exclude),
-        "min_speedup": MIN_SPEEDUP,
+        "min_speedup": FAST_SPEEDUP,
         "replay": used,
     }

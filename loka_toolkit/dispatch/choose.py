@@ -16,10 +16,9 @@ from loka_toolkit.artifacts.dispatch_table import (
 )
 from loka_toolkit.artifacts.dispatch_table import Evidence as EntryEvidence
 from loka_toolkit.artifacts.replay_results import ReplayRow
-from loka_toolkit.artifacts.safety_map import Cell, SpeedEvidence, Verdict
+from loka_toolkit.artifacts.safety_map import FAST_SPEEDUP, Cell, SpeedEvidence, Verdict
 from loka_toolkit.artifacts.sites import Role, token_axis
 from loka_toolkit.dispatch.objectives import (
-    MIN_SPEEDUP,
     Picked,
     Predict,
     cover,
@@ -199,7 +198,7 @@ def _statement(picked: Picked, objective: Objective) -> str:
     if picked.evidence is SpeedEvidence.MEASURED and picked.speedup is not None:
         if objective is not Objective.COVERAGE:
             return f"measured {picked.speedup:.2f}x of the default, casts included"
-        if picked.speedup < MIN_SPEEDUP:
+        if picked.speedup < FAST_SPEEDUP:
             return f"not measured as faster: {picked.speedup:.2f}x of the default, casts included"
         return f"measured {picked.speedup:.2f}x of the default, casts included; chosen for coverage"
     if picked.evidence is SpeedEvidence.PREDICTED and picked.speedup is not None:

@@ -9,17 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 from loka_toolkit.artifacts.dispatch_table import MissReason
 from loka_toolkit.artifacts.replay_results import ReplayRow, Status
-from loka_toolkit.artifacts.safety_map import SpeedEvidence
+from loka_toolkit.artifacts.safety_map import FAST_SPEEDUP, SpeedEvidence
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.dispatch.options import Option, Refusal, problem_of
 from loka_toolkit.dispatch.plans import Cast, casts_of, shared_cast_saving_us
 from loka_toolkit.kernels.contract import Problem
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPES, Recipe
-
-MIN_SPEEDUP = 1.05
-"""Least speed-up, casts included, for which a site leaves its default: below it the gain is within
-the noise of timing."""
-
 
 _SHORTEST_US = 1e-3
 """No clock resolves less; it keeps a cast that timed longer than its product from giving less."""
@@ -75,13 +70,13 @@ def predicted_fastest(options: Mapping[Role, tuple[Option, ...]], predict: Predi
             passed[role] = Refusal(MissReason.NOT_FASTER, "the roofline has no data for it")
             continue
         speedup, best = min(known, key=lambda pair: (-pair[0], pair[1].preference))
-        if speedup >= MIN_SPEEDUP:
+        if speedup >= FAST_SPEEDUP:
             picked[role] = Picked(best, speedup, SpeedEvidence.PREDICTED)
         else:
             passed[role] = Refusal(
                 MissReason.NOT_FASTER,
                 f"predicted {speedup:.2f}x of the default with {best.candidate.name}, casts "
-                f"included; at least {MIN_SPEEDUP} is wanted",
+                f"included; at least {FAST_SPEEDUP} is wanted",
             )
     return picked, passed
 
@@ -108,7 +103,7 @@ def measured_fastest(
     chosen: dict[Role, Option] = {}
     for combination in itertools.product(*([None, *timed[role]] for role in roles)):
         routed = {r: o for r, o in zip(roles, combination, strict=True) if o is not None}
-        if any(_marginal_us(routed, role) * MIN_SPEEDUP > default[role] for role in routed):
+        if any(_marginal_us(routed, role) * FAST_SPEEDUP > default[role] for role in routed):
             continue
         total = _layer_us(routed) + sum(default[role] for role in roles if role not in routed)
         key = (total, len(routed), tuple(option.preference for option in routed.values()))
@@ -125,7 +120,8 @@ def measured_fastest(
             passed[role] = Refusal(
                 MissReason.NOT_FASTER,
                 f"{fastest.candidate.name} takes {time:.1f} us with its casts, the default "
-                f"{default[role]:.1f} us: {default[role] / time:.2f}x, and {MIN_SPEEDUP} is wanted",
+                f"{default[role]:.1f} us: {default[role] / time:.2f}x, and {FAST_SPEEDUP} is "
+                "wanted",
             )
     return picked, passed
 

@@ -12,8 +12,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 from loka_toolkit.artifacts.dispatch_table import MissReason
+from loka_toolkit.artifacts.map_facts import OperandScale
 from loka_toolkit.artifacts.replay_results import ReplayRow, Status
-from loka_toolkit.artifacts.safety_map import Cell, OperandScale, Verdict
+from loka_toolkit.artifacts.safety_map import Cell, Verdict
 from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Role
 from loka_toolkit.dispatch.plans import LINEAR_ROLES
 from loka_toolkit.errors import UnknownNameError
@@ -26,8 +27,8 @@ from loka_toolkit.numerics.recipes import (
 )
 
 MAX_SCALE_RATIO = 2.0
-"""Largest ratio of two calls' static scales that one scale may stand for. Static scales leave a
-headroom of 8, and the error of E4M3 hardly changes up to a headroom of 16."""
+"""Largest ratio of two calls' static scales that one scale may stand for. Static scales usually
+leave a headroom of 8, and the error of E4M3 hardly changes up to a headroom of 16."""
 
 _KNOWN = all_recipes()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import fnmatch
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +14,7 @@ import torch
 
 from loka_toolkit.artifacts.replay_results import ReplayFacts, ReplayResults, ReplayRow, Status
 from loka_toolkit.artifacts.trace import Trace
-from loka_toolkit.environment import CPU_CHIP, Environment, current_environment
+from loka_toolkit.environment import CPU_CHIP, Environment, current_environment, timestamp
 from loka_toolkit.errors import (
     ConfigurationError,
     NoMatchError,
@@ -127,7 +126,7 @@ def replay(
     ]
     jobs = [j for j in everything if j.workload in chosen_sites and j.candidate.name in wanted]
     facts = ReplayFacts(
-        created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        created=timestamp(),
         environment=_environment_of(where),
         trace_digest=trace.digest,
         config={

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import fnmatch
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 
-from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Operand, Role, SiteKey, token_axis
+from loka_toolkit.artifacts.sites import (
+    GEMM_OPERANDS,
+    Operand,
+    Role,
+    SiteKey,
+    select_sites,
+    token_axis,
+)
 from loka_toolkit.artifacts.trace import Trace
-from loka_toolkit.errors import ArtifactCorruptError, NoMatchError, ReplayError
+from loka_toolkit.errors import ArtifactCorruptError, ReplayError
 from loka_toolkit.kernels.contract import Problem, Side
 
 SHAPES_PER_SITE = 3
@@ -165,27 +171,8 @@ def select(
     Raises:
         NoMatchError: If a glob matches nothing, or nothing is left.
     """
-    names = {str(w.site) for w in workloads} | {w.site.fqn for w in workloads}
-
-    def matches(workload: Workload, globs: Sequence[str]) -> bool:
-        return any(
-            fnmatch.fnmatchcase(name, glob)
-            for glob in globs
-            for name in (str(workload.site), workload.site.fqn)
-        )
-
-    include, exclude = tuple(include), tuple(exclude)
-    for glob in (*include, *exclude):
-        if not any(matches(workload, [glob]) for workload in workloads):
-            raise NoMatchError("site", glob, names)
-    kept = tuple(
-        w
-        for w in workloads
-        if (not include or matches(w, include)) and not (exclude and matches(w, exclude))
-    )
-    if not kept:
-        raise NoMatchError("site", f"{include} without {exclude}", names)
-    return kept
+    kept = set(select_sites((str(w.site) for w in workloads), tuple(include), tuple(exclude)))
+    return tuple(w for w in workloads if str(w.site) in kept)
 
 
 def _workload(key: SiteKey, row: dict[str, Any], *, has_parameter: bool) -> Workload:

@@ -25,6 +25,7 @@ from __future__ import annotations
 import torch
 
 from loka_toolkit.errors import ConfigurationError
+from loka_toolkit.numerics.casting import power_of_two
 from loka_toolkit.numerics.recipes import Accumulation
 
 PRODUCTS_PER_STEP = 32
@@ -32,7 +33,6 @@ ACCUMULATOR_MANTISSA_BITS = 13
 PROMOTION_INTERVAL = 128
 
 _FLOAT32_MANTISSA_BITS = 23
-_EXPONENT_MASK = 0x7F800000
 _TRUNCATION_MASK = -(1 << (_FLOAT32_MANTISSA_BITS - ACCUMULATOR_MANTISSA_BITS))
 _SMALLEST_ALIGNMENT = 2.0**-100  # below any FP8 product; keeps 1 / alignment finite for zeros
 _BLOCK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}  # products held at once: 1 MiB in L2; 256 MiB
@@ -97,7 +97,7 @@ def _tensor_core_product(
 
 def _block_product(a: torch.Tensor, b: torch.Tensor, promote_every: int | None) -> torch.Tensor:
     """Multiply a[K,G,M,1] by b[K,G,1,N]; K is a multiple of 32."""
-    a_power, b_power = _power_of_two(a), _power_of_two(b)
+    a_power, b_power = power_of_two(a), power_of_two(b)
     shape = (a.shape[1], a.shape[2], b.shape[3])
     register = torch.zeros(shape, dtype=torch.float32, device=a.device)
     promoted = torch.zeros_like(register)
@@ -105,7 +105,7 @@ def _block_product(a: torch.Tensor, b: torch.Tensor, promote_every: int | None) 
     for step, k in enumerate(range(0, a.shape[0], PRODUCTS_PER_STEP)):
         span = slice(k, k + PRODUCTS_PER_STEP)
         torch.mul(a_power[span], b_power[span], out=terms)
-        alignment = torch.maximum(terms.amax(0), _power_of_two(register))
+        alignment = torch.maximum(terms.amax(0), power_of_two(register))
         quantum = alignment.clamp_(min=_SMALLEST_ALIGNMENT) * 2.0**-ACCUMULATOR_MANTISSA_BITS
         per_quantum = quantum.reciprocal()  # exact: a power of two
         torch.mul(a[span], b[span], out=terms)
@@ -116,11 +116,6 @@ def _block_product(a: torch.Tensor, b: torch.Tensor, promote_every: int | None) 
             promoted += register
             register.zero_()
     return register if promote_every is None else promoted + register
-
-
-def _power_of_two(x: torch.Tensor) -> torch.Tensor:
-    """Return the largest power of two not above |x|; 0 for 0."""
-    return (x.view(torch.int32) & _EXPONENT_MASK).view(torch.float32)
 
 
 def _truncated(x: torch.Tensor) -> torch.Tensor:

@@ -60,13 +60,17 @@ def _saturated(y: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
 
 def _rounded(y: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     """Round to nearest even: quanta are powers of two, so only ``torch.round`` rounds."""
-    binade = _power_of_two(y).clamp_(fmt.smallest_normal, 2.0**fmt.max_exponent)
+    binade = power_of_two(y).clamp_(fmt.smallest_normal, 2.0**fmt.max_exponent)
     quantum = binade.mul_(2.0**-fmt.mantissa_bits)
     return y.div(quantum).round_().mul_(quantum)
 
 
-def _power_of_two(y: torch.Tensor) -> torch.Tensor:
-    """Return the largest power of two not above |y|; 0 where y is subnormal, Inf for Inf or NaN."""
+def power_of_two(y: torch.Tensor) -> torch.Tensor:
+    """Return the largest power of two not above |y|; 0 where y is subnormal, Inf for Inf or NaN.
+
+    Args:
+        y: float32 or float64, any shape; the result is like it.
+    """
     if y.dtype == torch.float64:
         return (y.view(torch.int64) & 0x7FF0000000000000).view(torch.float64)
     return (y.view(torch.int32) & 0x7F800000).view(torch.float32)

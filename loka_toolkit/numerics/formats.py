@@ -12,8 +12,6 @@ import functools
 
 import torch
 
-from loka_toolkit.errors import UnknownNameError
-
 
 class Specials(enum.Enum):
     """What the largest exponent field of a format encodes."""
@@ -101,15 +99,3 @@ BF16 = FloatFormat("bf16", 8, 7, 127, Specials.IEEE, torch.bfloat16)
 FP32 = FloatFormat("fp32", 8, 23, 127, Specials.IEEE, torch.float32)
 
 FP8_FORMATS: dict[str, FloatFormat] = {f.name: f for f in (E4M3, E5M2)}
-
-
-def fp8_format(name: str) -> FloatFormat:
-    """Return the FP8 format of that name.
-
-    Raises:
-        UnknownNameError: If there is none.
-    """
-    try:
-        return FP8_FORMATS[name]
-    except KeyError:
-        raise UnknownNameError("FP8 format", name, FP8_FORMATS) from None

@@ -15,6 +15,7 @@ from torch import nn
 from loka_toolkit.artifacts.trace import ERRORS, OPERANDS, SITES, STEPS, RunStatus
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES
+from loka_toolkit.numerics.scaling import STATIC_HEADROOM
 from loka_toolkit.recording import rows
 from loka_toolkit.recording.events import EventLog
 from loka_toolkit.recording.interception import Interception
@@ -375,7 +376,7 @@ def record(
     world_size: int | None = None,
     max_rows: int = 256,
     max_columns: int = 256,
-    headroom: float = 8.0,
+    headroom: float = STATIC_HEADROOM,
     moments_width: int = 1024,
     seed: int = 0,
     force: bool = False,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -25,7 +24,7 @@ from loka_toolkit.artifacts.trace import (
     RunStatus,
     manifest_name,
 )
-from loka_toolkit.environment import current_environment
+from loka_toolkit.environment import current_environment, timestamp
 from loka_toolkit.errors import ArtifactExistsError, ConfigurationError
 from loka_toolkit.recording.moments import RunningMoments
 from loka_toolkit.recording.settings import RecorderSettings
@@ -52,7 +51,7 @@ class TraceWriter:
         self._buffered_steps = 0
         self._last_flush = time.monotonic()
         self._moments_due = 1
-        self._created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._created = timestamp()
 
     def open(self, config: dict[str, Any]) -> None:
         """Claim the directory and write a manifest.

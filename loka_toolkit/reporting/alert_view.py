@@ -6,8 +6,9 @@ import dataclasses
 import enum
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable
+from loka_toolkit.artifacts.map_facts import Coverage, MapFacts
 from loka_toolkit.artifacts.replay_results import ReplayResults
-from loka_toolkit.artifacts.safety_map import Coverage, MapFacts, SafetyMap, SpeedEvidence
+from loka_toolkit.artifacts.safety_map import SafetyMap, SpeedEvidence
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.reporting import formatting as fmt
 from loka_toolkit.reporting.overview_view import Overview

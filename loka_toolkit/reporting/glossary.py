@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from loka_toolkit.artifacts.safety_map import FAST_SPEEDUP
+
 TERMS: tuple[tuple[str, str], ...] = (
     (
         "site",
@@ -72,8 +74,8 @@ TERMS: tuple[tuple[str, str], ...] = (
     ),
     (
         "fast",
-        "Safe, and at least 1.05 times as fast as the default with casts included. The evidence "
-        "is named: measured by replay, predicted by the roofline model, or none.",
+        f"Safe, and at least {FAST_SPEEDUP} times as fast as the default with casts included. The "
+        "evidence is named: measured by replay, predicted by the roofline model, or none.",
     ),
     (
         "expected share of wrong safe verdicts",

@@ -10,7 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from loka_toolkit.artifacts.safety_map import Cell, OperandScale
+from loka_toolkit.artifacts.map_facts import OperandScale
+from loka_toolkit.artifacts.safety_map import Cell
 from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Operand, Role
 from loka_toolkit.artifacts.trace import AMAX_QUANTILES, HISTOGRAM_LOG2_MIN, check_histogram
 from loka_toolkit.numerics.formats import FP8_FORMATS, FloatFormat

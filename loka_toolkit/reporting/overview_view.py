@@ -6,7 +6,13 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from loka_toolkit.artifacts.safety_map import SafetyMap, SiteVerdict, SpeedEvidence, Verdict
+from loka_toolkit.artifacts.safety_map import (
+    FAST_SPEEDUP,
+    SafetyMap,
+    SiteVerdict,
+    SpeedEvidence,
+    Verdict,
+)
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.reporting import formatting as fmt
 from loka_toolkit.reporting.formatting import Quantity
@@ -144,8 +150,9 @@ def _speed_sentence(safety: SafetyMap, fast: list[SiteVerdict]) -> str:
     if predicted:
         sources.append(f"predicted by the roofline model for {fmt.plural(predicted, 'cell')}")
     return (
-        f"{fmt.plural(len(fast), 'site')} fast (safe, and at least {fmt.factor(1.05).text} with "
-        f"casts included); speed-ups are {fmt.listing(sources)}."
+        f"{fmt.plural(len(fast), 'site')} fast (safe, and at least "
+        f"{fmt.factor(FAST_SPEEDUP).text} with casts included); "
+        f"speed-ups are {fmt.listing(sources)}."
     )
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import msgspec
 
-from loka_toolkit.artifacts.safety_map import FitHealth, MapFacts, SafetyMap
+from loka_toolkit.artifacts.map_facts import FitHealth, MapFacts
+from loka_toolkit.artifacts.safety_map import SafetyMap
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.environment import Environment
 from loka_toolkit.reporting import formatting as fmt

@@ -15,7 +15,8 @@ import pytest
 from loka_toolkit.analysis import run
 from loka_toolkit.analysis.design import Design
 from loka_toolkit.analysis.fit import Fit, HyperDraws, SamplerSettings, judge
-from loka_toolkit.artifacts.safety_map import FitHealth, Hyperparameter, SafetyMap
+from loka_toolkit.artifacts.map_facts import FitHealth, Hyperparameter
+from loka_toolkit.artifacts.safety_map import SafetyMap
 
 ROOT = Path(__file__).resolve().parents[2]
 

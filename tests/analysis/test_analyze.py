@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from loka_toolkit.analysis import analyze
-from loka_toolkit.artifacts.safety_map import Cell, Criterion, FitHealth, SafetyMap, Verdict
+from loka_toolkit.artifacts.map_facts import FitHealth
+from loka_toolkit.artifacts.safety_map import Cell, Criterion, SafetyMap, Verdict
 from loka_toolkit.artifacts.trace import Event
 from loka_toolkit.errors import (
     ConfigurationError,
@@ -130,7 +131,7 @@ AssumedFit = Callable[[FitHealth], None]
 
 
 def test_raw_counts_beside_embeddings(assumed_fit: AssumedFit, write_cells) -> None:
-    """ANCHORS: tensorwise E4M3 flushed every embedding and still showed 29.6 dB."""
+    """Tensorwise E4M3 flushes every embedding, and the product still shows 29.6 dB."""
     flushed = GOOD | {
         "sqnr_db": noisy(29.6),
         "underflow_share_worst_group": 1.0,

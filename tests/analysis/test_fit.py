@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from loka_toolkit.analysis.fit import SamplerSettings, bfmi, judge, nothing_to_fit
-from loka_toolkit.artifacts.safety_map import FitHealth, Hyperparameter
+from loka_toolkit.artifacts.map_facts import FitHealth, Hyperparameter
 
 GOOD = Hyperparameter("sqnr.shape", 2.0, 0.1, 1.8, 2.2, r_hat=1.002, ess_bulk=900.0, ess_tail=700.0)
 

@@ -8,13 +8,12 @@ import numpy as np
 import pytest
 
 from loka_toolkit.analysis.evidence import gather
-from loka_toolkit.analysis.observations import observe, select_recipes, select_sites
+from loka_toolkit.analysis.observations import observe, select_recipes
 from loka_toolkit.artifacts.safety_map import Criterion
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.errors import (
     ConfigurationError,
     NoEvidenceError,
-    NoMatchError,
     UnknownNameError,
 )
 from loka_toolkit.numerics.tolerance import Tolerance
@@ -88,28 +87,6 @@ def test_errors_of_undescribed_sites_are_named(simulator: ModuleType, tmp_path) 
     path = simulator.write_trace(tmp_path / "t", [site], errors, recipes=[TENSORWISE])
     found = observe(Trace.open(path), Tolerance(), (TENSORWISE,))
     assert found.unknown_sites == ("ghost#0:fwd",) and found.cells == 1
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude", "expected"),
-    [
-        ((), (), NAMES),
-        (("tower.*",), (), NAMES[:3]),
-        (("tower.0",), (), NAMES[:2]),
-        (("*:fwd",), ("head",), (NAMES[0], NAMES[2])),
-        ((), ("*:wgrad", "tower.1#0:fwd"), (NAMES[0], NAMES[3])),
-    ],
-)
-def test_globs_choose_sites(include, exclude, expected) -> None:
-    assert select_sites(NAMES, include, exclude) == expected
-
-
-@pytest.mark.parametrize(
-    ("include", "exclude"), [(("towr.0",), ()), ((), ("nothing*",)), (("head",), ("head",))]
-)
-def test_globs_that_leave_nothing_are_errors(include, exclude) -> None:
-    with pytest.raises(NoMatchError, match="site"):
-        select_sites(NAMES, include, exclude)
 
 
 def test_recipes_must_exist_and_be_recorded(small_trace) -> None:

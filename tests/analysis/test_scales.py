@@ -8,7 +8,6 @@ from scipy import stats
 
 from loka_toolkit.analysis.scales import (
     HEADROOMS,
-    SMALLEST_SCALE,
     AmaxSeries,
     amax_series,
     static_scales,
@@ -16,6 +15,7 @@ from loka_toolkit.analysis.scales import (
 from loka_toolkit.artifacts.sites import Operand
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.numerics.formats import E4M3, E5M2
+from loka_toolkit.numerics.scaling import SMALLEST_SCALE
 
 
 def series(log2: np.ndarray, operand: Operand = Operand.X, layer: str = "layer#0") -> AmaxSeries:

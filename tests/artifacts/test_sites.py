@@ -10,9 +10,10 @@ from loka_toolkit.artifacts.sites import (
     Role,
     SiteKey,
     canonical_fqn,
+    select_sites,
     token_axis,
 )
-from loka_toolkit.errors import ConfigurationError
+from loka_toolkit.errors import ConfigurationError, NoMatchError
 
 names = st.text(
     st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=40
@@ -54,3 +55,34 @@ def test_every_role_of_a_product_has_its_operands_and_its_token_axis():
     assert without == {Role.FWD, Role.GRAD_A, Role.GRAD_B}
     assert [token_axis(r) for r in (Role.FWD, Role.DGRAD, Role.WGRAD)] == ["m", "m", "k"]
     assert token_axis(Role.NORM) is None
+
+
+NAMES = ("tower.0#0:fwd", "tower.0#0:wgrad", "tower.1#0:fwd", "head#0:fwd")
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude", "expected"),
+    [
+        ((), (), NAMES),
+        (("tower.*",), (), NAMES[:3]),
+        (("tower.0",), (), NAMES[:2]),
+        (("*:fwd",), ("head",), (NAMES[0], NAMES[2])),
+        ((), ("*:wgrad", "tower.1#0:fwd"), (NAMES[0], NAMES[3])),
+    ],
+)
+def test_globs_choose_sites(include, exclude, expected) -> None:
+    assert select_sites(NAMES, include, exclude) == expected
+
+
+@pytest.mark.parametrize(
+    ("include", "exclude"), [(("towr.0",), ()), ((), ("nothing*",)), (("head",), ("head",))]
+)
+def test_globs_that_leave_nothing_are_errors(include, exclude) -> None:
+    with pytest.raises(NoMatchError, match="site"):
+        select_sites(NAMES, include, exclude)
+
+
+def test_nothing_left_can_be_right_but_a_glob_without_a_match_never_is():
+    assert select_sites(NAMES, ("head",), ("head",), may_be_empty=True) == ()
+    with pytest.raises(NoMatchError, match=r"did you mean 'tower\.0'"):
+        select_sites(NAMES, ("towr.0",), may_be_empty=True)

@@ -21,17 +21,9 @@ from loka_toolkit.artifacts.dispatch_table import (
     Evidence,
     Objective,
 )
+from loka_toolkit.artifacts.map_facts import Coverage, FitHealth, MapFacts, OperandScale
 from loka_toolkit.artifacts.replay_results import ReplayFacts, ReplayResults, ReplayRow, Status
-from loka_toolkit.artifacts.safety_map import (
-    Cell,
-    Coverage,
-    FitHealth,
-    MapFacts,
-    OperandScale,
-    SafetyMap,
-    SpeedEvidence,
-    Verdict,
-)
+from loka_toolkit.artifacts.safety_map import Cell, SafetyMap, SpeedEvidence, Verdict
 from loka_toolkit.artifacts.sites import Role, token_axis
 from loka_toolkit.dispatch.choose import token_interval
 from loka_toolkit.dispatch.validate import validators_for

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from loka_toolkit.errors import UnknownNameError
 from loka_toolkit.numerics.formats import (
     BF16,
     E4M3,
@@ -19,7 +18,6 @@ from loka_toolkit.numerics.formats import (
     FP32,
     FloatFormat,
     Specials,
-    fp8_format,
 )
 
 PEERS: list[tuple[FloatFormat, type]] = [
@@ -75,9 +73,3 @@ def test_a_format_without_negative_zero_is_data() -> None:
     fnuz = FloatFormat("x", 4, 3, 8, Specials.NEGATIVE_ZERO_NAN, torch.float8_e4m3fnuz)
     info = ml_dtypes.finfo(ml_dtypes.float8_e4m3fnuz)
     assert (fnuz.max, fnuz.smallest_subnormal) == (240.0, float(info.smallest_subnormal))
-
-
-def test_an_unknown_format_lists_near_misses() -> None:
-    assert fp8_format("e5m2") is E5M2
-    with pytest.raises(UnknownNameError, match="did you mean 'e4m3'"):
-        fp8_format("e4m3fn")

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from loka_toolkit.artifacts import dispatch_table as dt
+from loka_toolkit.artifacts import map_facts as mf
 from loka_toolkit.artifacts import replay_results as rr
 from loka_toolkit.artifacts import safety_map as sm
 from loka_toolkit.artifacts import storage
@@ -116,8 +117,8 @@ def build_cell(
     )  # fmt: skip
 
 
-def build_facts(recipes: tuple[str, ...], layers: list[str], **changes: Any) -> sm.MapFacts:
-    facts = sm.MapFacts(
+def build_facts(recipes: tuple[str, ...], layers: list[str], **changes: Any) -> mf.MapFacts:
+    facts = mf.MapFacts(
         created="2025-01-02T03:04:05Z",
         environment=msgspec.structs.replace(ENVIRONMENT, chip="cpu", capability=None, driver=None),
         trace_environment=ENVIRONMENT,
@@ -128,16 +129,16 @@ def build_facts(recipes: tuple[str, ...], layers: list[str], **changes: Any) -> 
         recipes=recipes,
         baseline_loss=0.45231,
         false_discovery_rate=0.0021,
-        health=sm.FitHealth(
+        health=mf.FitHealth(
             healthy=True, problems=(), max_r_hat=1.0031, min_ess=1321.0, divergences=0,
             min_bfmi=0.91, chains=4, draws=1000, seconds=14.2,
         ),
         hyperparameters=tuple(
-            sm.Hyperparameter(name, 1.2, 0.3, 0.7, 1.7, 1.001 + i / 1000, 2100.0 - i, 1800.0)
+            mf.Hyperparameter(name, 1.2, 0.3, 0.7, 1.7, 1.001 + i / 1000, 2100.0 - i, 1800.0)
             for i, name in enumerate(("mu_role[fwd]", "tau_site", "nu", "sigma_module[Linear]"))
         ),
         scales=tuple(
-            sm.OperandScale(
+            mf.OperandScale(
                 layer=layer, operand=operand, amax=4.2, log2_amax_sd=0.31, headroom=8.0,
                 scale={"e4m3": 4.2 * 8 / 448, "e5m2": 4.2 * 8 / 57344},
                 overflow_probability={"e4m3": 1.3e-9, "e5m2": 1.3e-9}, steps=40,
@@ -145,7 +146,7 @@ def build_facts(recipes: tuple[str, ...], layers: list[str], **changes: Any) -> 
             for layer in layers
             for operand in ("x", "w", "g")
         ),
-        coverage=sm.Coverage(
+        coverage=mf.Coverage(
             flops_seen=9.4e11, flops_unseen=0.6e11,
             unseen_reasons={"aten._scaled_dot_product_attention": 0.5e11, "custom op": 0.1e11},
             steps_recorded=40, steps_skipped=2,

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from scipy import stats
 
 from loka_toolkit.artifacts import trace as tr
-from loka_toolkit.artifacts.safety_map import Criterion, OperandScale, Posterior, SafetyMap
+from loka_toolkit.artifacts.map_facts import OperandScale
+from loka_toolkit.artifacts.safety_map import Criterion, Posterior, SafetyMap
 from loka_toolkit.artifacts.sites import Operand
 from loka_toolkit.errors import ArtifactCorruptError
 from loka_toolkit.numerics.posterior import share_limit_db, share_to_db

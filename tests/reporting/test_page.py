@@ -7,7 +7,8 @@ import sys
 import msgspec
 import pytest
 
-from loka_toolkit.artifacts.safety_map import Coverage, SafetyMap
+from loka_toolkit.artifacts.map_facts import Coverage
+from loka_toolkit.artifacts.safety_map import SafetyMap
 from loka_toolkit.errors import (
     ArtifactCorruptError,
     ArtifactExistsError,

@@ -9,7 +9,8 @@ import pytest
 from loka_toolkit.artifacts import dispatch_table as dt
 from loka_toolkit.artifacts import storage
 from loka_toolkit.artifacts import trace as tr
-from loka_toolkit.artifacts.safety_map import Coverage, SafetyMap, SpeedEvidence, Verdict
+from loka_toolkit.artifacts.map_facts import Coverage
+from loka_toolkit.artifacts.safety_map import SafetyMap, SpeedEvidence, Verdict
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.reporting.alert_view import Level
@@ -217,7 +218,7 @@ def test_empty_map_says_so():
 
 
 def _facts_of_nothing():
-    from loka_toolkit.artifacts.safety_map import FitHealth, MapFacts
+    from loka_toolkit.artifacts.map_facts import FitHealth, MapFacts
     from loka_toolkit.environment import current_environment
     from loka_toolkit.numerics.tolerance import Tolerance
 

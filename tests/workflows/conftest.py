@@ -6,15 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from loka_toolkit.artifacts.safety_map import (
-    Cell,
-    Coverage,
-    FitHealth,
-    MapFacts,
-    SafetyMap,
-    SpeedEvidence,
-    Verdict,
-)
+from loka_toolkit.artifacts.map_facts import Coverage, FitHealth, MapFacts
+from loka_toolkit.artifacts.safety_map import Cell, SafetyMap, SpeedEvidence, Verdict
 from loka_toolkit.environment import current_environment
 from loka_toolkit.numerics.tolerance import REASONS, Tolerance
 
