@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import msgspec
@@ -41,12 +44,13 @@ def guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
-            return function(*args, **kwargs)
+            with _noticed_interrupt():
+                return function(*args, **kwargs)
         except LokaError as error:
             fail(str(error))
             raise typer.Exit(error.exit_code) from None
         except KeyboardInterrupt:
-            fail("interrupted; what was written so far is complete and can be resumed")
+            fail("interrupted; files that were written are complete")
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except typer.Exit:
             raise
@@ -59,14 +63,37 @@ def guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
     return wrapper
 
 
+@contextmanager
+def _noticed_interrupt() -> Iterator[None]:
+    """Interrupt as Python does, and once more at the end if compiled code swallowed it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    interrupted = False
+    before = signal.getsignal(signal.SIGINT)
+
+    def note(number: int, frame: FrameType | None) -> None:
+        nonlocal interrupted
+        interrupted = True
+        signal.default_int_handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if interrupted:
+        raise KeyboardInterrupt
+
+
 def fail(message: str) -> None:
     """Print one error line on stderr."""
-    print(f"error: {' '.join(message.split())}", file=sys.stderr)
+    print(f"error: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def warn(message: str) -> None:
     """Print one warning line on stderr."""
-    print(f"warning: {' '.join(message.split())}", file=sys.stderr)
+    print(f"warning: {printable(' '.join(message.split()))}", file=sys.stderr)
 
 
 def leave(exit_code: int, reasons: Sequence[str]) -> None:
@@ -91,7 +118,12 @@ def emit(value: Any, *, as_json: bool, quiet: bool, lines: Sequence[str] = ()) -
         print(encoded.decode())
     elif not quiet:
         for line in lines:
-            print(line)
+            print(printable(line))
+
+
+def printable(text: str) -> str:
+    """Return text whose control characters are spelled out: names in a trace may hold any."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def table_lines(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]:

@@ -7,6 +7,7 @@ LokaError                        exit code 1 on the command line
 ├── ArtifactError                a file or directory that cannot be used
 │   ├── ArtifactMissingError     it is not there
 │   ├── ArtifactExistsError      it is there already, and overwriting was not asked for
+│   ├── ArtifactUnwritableError  nothing can be written there
 │   ├── ArtifactCorruptError     truncated, empty, or not ours
 │   └── ArtifactVersionError     written by a newer schema
 ├── NoEvidenceError              a run in which nothing was recorded
@@ -74,6 +75,10 @@ class ArtifactMissingError(ArtifactError):
 
 class ArtifactExistsError(ArtifactError):
     """There is something at the path already and overwriting was not asked for."""
+
+
+class ArtifactUnwritableError(ArtifactError):
+    """Nothing can be written at the path given; the message says why."""
 
 
 class ArtifactCorruptError(ArtifactError):

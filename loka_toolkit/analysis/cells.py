@@ -139,6 +139,7 @@ class Judge:
             rate_lo_mcse=float(rates.lo_mcse[c]),
             rate_hi_mcse=float(rates.hi_mcse[c]),
             p_unsafe=float(rates.p_unsafe[c]),
+            violations=int(self.evidence.violations[c]),
             beyond_validity=int(self.observed.beyond_validity[c]),
             impact=_known(costs.impact.mean[c]),
             p_impact_above=p_above,

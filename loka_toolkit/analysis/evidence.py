@@ -47,6 +47,7 @@ class Evidence:
             discounted for autocorrelation.
         outlying: Criterion -> [C] steps set aside.
         events: [C] steps that broke the tolerance as outliers or came out non-finite.
+        violations: [C] steps at which any criterion was broken, outlying or not.
         trials: [C] steps seen.
         effective: [C] steps seen, discounted for autocorrelation.
         autocorrelation: Lag-one autocorrelation of a typical site.
@@ -55,6 +56,7 @@ class Evidence:
     statistics: dict[Criterion, Statistics]
     outlying: dict[Criterion, IntArray]
     events: IntArray
+    violations: IntArray
     trials: IntArray
     effective: FloatArray
     autocorrelation: float
@@ -65,9 +67,11 @@ def gather(observed: Observations) -> Evidence:
     discount, typical = _discount(observed)
     statistics, outlying = {}, {}
     broken = observed.destroyed.copy()
+    violated = observed.destroyed.copy()
     for criterion, values in observed.values.items():
         apart, breaking = outlying_steps(values, observed.limits[criterion])
         broken |= breaking
+        violated |= values < observed.limits[criterion]  # NaN compares false
         outlying[criterion] = apart.sum(axis=1)
         kept = Statistics.of(np.where(apart, np.nan, values))
         statistics[criterion] = discounted(kept, discount, RESOLUTION_DB[criterion])
@@ -76,6 +80,7 @@ def gather(observed: Observations) -> Evidence:
         statistics=statistics,
         outlying=outlying,
         events=broken.sum(axis=1),
+        violations=violated.sum(axis=1),
         trials=trials,
         effective=trials * discount,
         autocorrelation=typical,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from loka_toolkit.analysis.verdicts import MINIMUM_STEPS, CellFacts, Ground
+from loka_toolkit.analysis.verdicts import MINIMUM_STEPS, CellFacts, Ground, rate_by_count
 from loka_toolkit.artifacts.safety_map import Criterion
 from loka_toolkit.numerics.tolerance import Tolerance
 
@@ -83,6 +83,12 @@ def reason(ground: Ground, figures: Figures, tolerance: Tolerance, health: str |
             return (
                 f"{interval} may break the tolerance, limit {limit}{close}: "
                 f"{_closest(figures, tolerance)} over {_steps(facts.steps)}"
+            )
+        case Ground.STEPS_BROKE:
+            return (
+                f"{facts.violations} of {_steps(facts.steps)} broke the tolerance: by their count "
+                f"alone up to {percent(rate_by_count(facts))} of steps may, limit {limit}; "
+                f"closest: {_closest(figures, tolerance)}"
             )
         case Ground.SOME_BEYOND_VALIDITY:
             return (

@@ -6,6 +6,8 @@ import dataclasses
 import enum
 from collections.abc import Sequence
 
+from scipy import special
+
 from loka_toolkit.artifacts.safety_map import Verdict
 from loka_toolkit.numerics.tolerance import Tolerance
 
@@ -33,6 +35,7 @@ class Ground(enum.Enum):
     NO_ERRORS = "no error was recorded"
     FEW_STEPS = "too few steps"
     RATE_UNCERTAIN = "the share of breaking steps may lie on either side of the limit"
+    STEPS_BROKE = "sampled steps broke the tolerance, and their count alone does not clear the rest"
     RATE_TOO_CLOSE = "the share of breaking steps lies within Monte Carlo error of the limit"
     SOME_BEYOND_VALIDITY = "some steps are beyond validity"
     IMPACT_UNCERTAIN = "the impact is above the allotment, but not surely"
@@ -61,6 +64,7 @@ class CellFacts:
         rate_lo_mcse: Monte Carlo error of the first.
         rate_hi_mcse: Monte Carlo error of the second.
         p_unsafe: P(pi > the tolerance's exceedance rate).
+        violations: Sampled steps that broke the tolerance.
         beyond_validity: Steps at which the impact left its range of validity.
         impact: Posterior mean impact, relative to the loss.
         p_impact_above: Probability that it exceeds the allotment, less two Monte Carlo errors.
@@ -78,6 +82,7 @@ class CellFacts:
     rate_lo_mcse: float
     rate_hi_mcse: float
     p_unsafe: float
+    violations: int = 0
     beyond_validity: int = 0
     impact: float | None = None
     p_impact_above: float | None = None
@@ -119,6 +124,8 @@ def decide(facts: CellFacts, tolerance: Tolerance) -> Ground:
             return Ground.RATE_TOO_CLOSE
     if facts.rate_hi > limit:
         return Ground.RATE_UNCERTAIN
+    if facts.violations and rate_by_count(facts) > limit:
+        return Ground.STEPS_BROKE
     if facts.beyond_validity:
         return Ground.SOME_BEYOND_VALIDITY
     if facts.impact is not None and facts.impact > facts.allotment:
@@ -130,6 +137,17 @@ def decide(facts: CellFacts, tolerance: Tolerance) -> Ground:
     if facts.drifts_out:
         return Ground.DRIFTING
     return Ground.HOLDS
+
+
+def rate_by_count(facts: CellFacts) -> float:
+    """Return the 95 % quantile of the rate that the count of broken steps alone allows.
+
+    The posterior is Beta(k + 1/2, n - k + 1/2) (Jeffreys' prior). A normal model of the error in dB
+    reads a long lower tail as a small variance; where a step did break the tolerance, its word is
+    not enough for ``safe``.
+    """
+    kept = facts.steps - facts.violations
+    return float(special.betaincinv(facts.violations + 0.5, kept + 0.5, SURELY))
 
 
 def distrust(grounds: Sequence[Ground]) -> list[Ground]:

@@ -14,7 +14,7 @@ from loka_toolkit.errors import ConfigurationError, NoMatchError
 WRAPPER_PREFIXES = ("module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 ROOT_FQN = "(root)"
 
-_SITE_PATTERN = re.compile(r"^(?P<fqn>.+)#(?P<call>\d+):(?P<role>[a-z_]+)$")
+_SITE_PATTERN = re.compile(r"^(?P<fqn>.+)#(?P<call>\d+):(?P<role>[a-z_]+)\Z", re.DOTALL)
 
 
 class Role(enum.StrEnum):

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 import secrets
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,6 +19,7 @@ from loka_toolkit.errors import (
     ArtifactCorruptError,
     ArtifactExistsError,
     ArtifactMissingError,
+    ArtifactUnwritableError,
     ArtifactVersionError,
     MissingDependencyError,
 )
@@ -68,13 +70,22 @@ def write_atomically(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def ensure_writable(path: Path, *, force: bool) -> None:
-    """Check that an output may be written.
+    """Check that an output may be written, before the work that makes it; its folder is made.
 
     Raises:
         ArtifactExistsError: If something is there already and ``force`` is false.
+        ArtifactUnwritableError: If it is a directory, or its folder cannot be written.
     """
     if path.exists() and not force:
         raise ArtifactExistsError(f"{path} exists already; use --force to overwrite it")
+    if path.is_dir():
+        raise ArtifactUnwritableError(f"{path} is a directory; name a file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
+    except OSError as error:
+        raise ArtifactUnwritableError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def write_json(path: Path, value: msgspec.Struct) -> None:

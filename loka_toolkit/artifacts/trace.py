@@ -310,9 +310,16 @@ class Trace:
             NoEvidenceError: If not; the message says why.
         """
         if self.errors.num_rows:
+            if not self.sites.num_rows:
+                raise NoEvidenceError(
+                    f"trace {self.path} holds errors but no sites: files below "
+                    f"{self.path / SITES.name} are gone; record again"
+                )
             return
         seen = sum(m.status.steps_seen for m in self.manifests)
-        reasons = [event.message for m in self.manifests for event in m.events]
+        events = [event for m in self.manifests for event in m.events]
+        events.sort(key=lambda event: event.kind != "schedule-never-active")  # the cause first
+        reasons = [event.message for event in events]
         why = "; ".join(dict.fromkeys(reasons)) or "no step was flushed before the run ended"
         raise NoEvidenceError(f"trace {self.path} holds no errors ({seen} steps seen): {why}")
 

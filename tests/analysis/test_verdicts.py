@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from loka_toolkit.analysis.verdicts import (
     FALSE_DISCOVERY_RATE,
@@ -15,6 +16,7 @@ from loka_toolkit.analysis.verdicts import (
     control_false_discoveries,
     decide,
     distrust,
+    rate_by_count,
     verdict_of,
 )
 from loka_toolkit.artifacts.safety_map import Verdict
@@ -48,6 +50,8 @@ TABLE = [
         {"rate_lo": 0.055, "rate_lo_mcse": 0.004, "rate_hi": 0.3},
         Ground.RATE_TOO_CLOSE,
     ),
+    ("1 of 15 steps broke it", {"violations": 1}, Ground.STEPS_BROKE),
+    ("1 of 100 steps broke it", {"violations": 1, "steps": 100}, Ground.HOLDS),
     ("mean impact above", {"impact": 2e-5, "p_impact_above": 0.7}, Ground.IMPACT_UNCERTAIN),
     ("surely above", {"impact": 2e-5, "p_impact_above": 0.96}, Ground.IMPACT_ABOVE),
     ("beyond validity at all steps", {"beyond_validity": 15}, Ground.BEYOND_VALIDITY),
@@ -115,3 +119,10 @@ def test_the_share_of_wrong_verdicts_is_held_and_no_more_withdrawn_than_needed(
     if withdrawn:
         one_more = [*safe, min(withdrawn)]
         assert sum(one_more) > FALSE_DISCOVERY_RATE * len(one_more) - 1e-9
+
+
+@pytest.mark.parametrize(("broken", "steps"), [(0, 20), (1, 20), (1, 100), (7, 13), (13, 13)])
+def test_the_rate_by_count_is_the_quantile_of_the_beta_posterior(broken, steps):
+    facts = dataclasses.replace(GOOD, steps=steps, violations=broken)
+    expected = stats.beta.ppf(0.95, broken + 0.5, steps - broken + 0.5)
+    assert rate_by_count(facts) == pytest.approx(expected, rel=1e-9)

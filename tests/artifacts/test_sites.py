@@ -15,9 +15,7 @@ from loka_toolkit.artifacts.sites import (
 )
 from loka_toolkit.errors import ConfigurationError, NoMatchError
 
-names = st.text(
-    st.characters(codec="utf-8", exclude_categories=("Cs", "Cc")), min_size=1, max_size=40
-)
+names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), min_size=1, max_size=40)
 
 
 @given(fqn=names, call=st.integers(0, 10**6), role=st.sampled_from(list(Role)))

@@ -20,6 +20,7 @@ from loka_toolkit.errors import (
     ArtifactError,
     ArtifactExistsError,
     ArtifactMissingError,
+    ArtifactUnwritableError,
     ArtifactVersionError,
 )
 
@@ -219,6 +220,16 @@ def test_overwriting_must_be_asked_for(tmp_path):
     storage.ensure_writable(path, force=True)
     with pytest.raises(ArtifactExistsError, match="--force"):
         storage.ensure_writable(path, force=False)
+
+
+def test_an_output_that_cannot_be_written_is_noticed_before_the_work(tmp_path):
+    with pytest.raises(ArtifactUnwritableError, match="is a directory"):
+        storage.ensure_writable(tmp_path, force=True)
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ArtifactUnwritableError, match="cannot write"):
+        storage.ensure_writable(tmp_path / "file" / "below", force=False)
+    storage.ensure_writable(tmp_path / "new" / "folder" / "x", force=False)
+    assert list((tmp_path / "new" / "folder").iterdir()) == []
 
 
 def write_parts(directory: Path, ranks: int, parts: int) -> None:
