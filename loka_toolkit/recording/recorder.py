@@ -25,6 +25,7 @@ from loka_toolkit.recording.loss import BackwardWatch
 from loka_toolkit.recording.memory import RunMemory
 from loka_toolkit.recording.modules import ModelNames
 from loka_toolkit.recording.observer import Observer
+from loka_toolkit.recording.operators import INSTALLED_TABLE
 from loka_toolkit.recording.schedule import Schedule
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.units import LossUnits, StepFacts, resolve_units, understand_step
@@ -276,7 +277,14 @@ class Recorder:
                 "nonfinite-step", "steps with Inf or NaN were left out", record.step, warn=True
             )
             return "nonfinite", reason
-        if not record.layers:
+        if INSTALLED_TABLE in record.flops_unseen:
+            self._events.add(
+                "installed-table",
+                f"products of a recorded step were {INSTALLED_TABLE}",
+                record.step,
+                warn=True,
+            )
+        elif not record.layers:
             self._events.add(
                 "nothing-seen",
                 "a recorded step held no product that could be recorded; was the model called, "
