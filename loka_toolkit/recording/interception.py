@@ -22,8 +22,10 @@ from loka_toolkit.recording.observer import Observer
 from loka_toolkit.recording.operators import (
     ACTIVATIONS,
     COPIES,
+    INSTALLED_TABLE,
     NORMS,
     OTHER_PRODUCTS,
+    installed_flops,
     unseen_flops,
 )
 from loka_toolkit.recording.products import (
@@ -173,6 +175,8 @@ class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif packet in NORMS:
             result = out[0] if isinstance(out, tuple | list) else out
             self._on_norm(self._tracker.current, args[0], result, str(func))
+        elif (flops := installed_flops(func, args, kwargs)) is not None:
+            self._unseen(INSTALLED_TABLE, flops)
         if packet in COPIES:
             self._parameters.follow(args[0], out)
         if _backward_node() is None:

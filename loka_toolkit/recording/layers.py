@@ -178,3 +178,13 @@ class StepRecord:
     nonfinite: str | None = None
     failures: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0
+
+    @property
+    def saturation_note(self) -> str:
+        """What becomes of examples whose log loss is saturated."""
+        how = (
+            "their logits were followed by a backward pass of their own"
+            if self.logits_reason is None
+            else f"what an error does to them is not known: {self.logits_reason}"
+        )
+        return f"the log loss of some examples is saturated, so its gradient vanishes; {how}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -75,6 +75,23 @@ class ModelNames:
     def has_batch_norm(self) -> bool:
         """Whether a module normalizes over examples."""
         return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in self.modules)
+
+    def caveats(self) -> Iterator[tuple[str, str]]:
+        """Yield kind and message of every event that the model itself gives rise to."""
+        if self.compiled:
+            yield (
+                "compiled-model",
+                "torch.compile wraps "
+                + ", ".join(self.compiled)
+                + "; recorded steps run it eagerly where torch allows it, which rounds otherwise "
+                "and draws other dropout masks, and what runs compiled is not seen",
+            )
+        if self.has_batch_norm:
+            yield (
+                "examples-mix",
+                "batch normalization makes examples depend on each other: the first order of "
+                "impact accounts for that, the second order does not",
+            )
 
     def is_norm(self, module: nn.Module) -> bool:
         """Whether a module normalizes, by its type or by its class name."""

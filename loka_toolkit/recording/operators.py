@@ -65,6 +65,25 @@ OTHER_PRODUCTS: dict[Any, Callable[..., float]] = {
 }
 """Work that is no site yet; FLOPs where they are cheap to tell, else 0: the reason still counts."""
 
+INSTALLED_TABLE = "run by an installed dispatch table: record inside installation.paused()"
+"""Why a product that the toolkit's own operators compute is no site: its operands are not those of
+the original precision, and what an operator does inside is hidden from the recorder."""
+
+_INSTALLED_PRODUCTS: dict[str, Callable[..., float]] = {
+    "loka::gemm": lambda a, b, *_, **__: 2.0 * a.numel() * b.shape[-1],
+    "loka::missed_mm": lambda a, b, *_, **__: 2.0 * a.numel() * b.shape[-1],
+    "loka::missed_linear": lambda x, weight, *_, **__: 2.0 * x.numel() * weight.shape[0],
+}
+"""Operators of an installed dispatch table by name, since they exist only once it is imported."""
+
+
+def installed_flops(
+    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> float | None:
+    """Return the FLOPs of a product that an installed dispatch table ran; None for other work."""
+    known = _INSTALLED_PRODUCTS.get(func._schema.name)
+    return None if known is None else known(*args, **kwargs)
+
 
 def unseen_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     """Return the FLOPs of an operator that is work and no site; 0 where they cannot be told."""

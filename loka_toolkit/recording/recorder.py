@@ -17,6 +17,7 @@ from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES
 from loka_toolkit.numerics.scaling import STATIC_HEADROOM
 from loka_toolkit.recording import rows
+from loka_toolkit.recording.claim import claim, release
 from loka_toolkit.recording.events import EventLog
 from loka_toolkit.recording.interception import Interception
 from loka_toolkit.recording.layers import StepRecord
@@ -24,6 +25,7 @@ from loka_toolkit.recording.loss import BackwardWatch
 from loka_toolkit.recording.memory import RunMemory
 from loka_toolkit.recording.modules import ModelNames
 from loka_toolkit.recording.observer import Observer
+from loka_toolkit.recording.operators import INSTALLED_TABLE
 from loka_toolkit.recording.schedule import Schedule
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.units import LossUnits, StepFacts, resolve_units, understand_step
@@ -87,27 +89,21 @@ class Recorder:
 
         Raises:
             ArtifactExistsError: If the directory is not empty and ``force`` is false.
-            ConfigurationError: If it cannot be written, or the recorder was opened before.
+            ConfigurationError: If it cannot be written, or if this recorder was opened before, or
+                while another one is open.
         """
         if self._is_open or self._step:
             raise ConfigurationError("a recorder is opened once; call record() again")
-        self._writer.open(self._settings.as_config())
-        self._is_open = True
-        if self._names.compiled:
-            self._events.add(
-                "compiled-model",
-                "torch.compile wraps "
-                + ", ".join(self._names.compiled)
-                + "; recorded steps run it eagerly where torch allows it, which rounds otherwise "
-                "and draws other dropout masks, and what runs compiled is not seen",
-            )
-        if self._names.has_batch_norm:
-            self._events.add(
-                "examples-mix",
-                "batch normalization makes examples depend on each other: the first order of "
-                "impact accounts for that, the second order does not",
-            )
-        self._safely(self._begin_step)
+        claim(self, self.path)
+        try:
+            self._writer.open(self._settings.as_config())
+            self._is_open = True
+            for kind, message in self._names.caveats():
+                self._events.add(kind, message)
+            self._safely(self._begin_step)
+        except BaseException:
+            self._abandon()
+            raise
         return self
 
     def __exit__(
@@ -117,9 +113,19 @@ class Recorder:
         traceback: TracebackType | None,
     ) -> None:
         """Write what is left; an exception of the training script passes through untouched."""
-        self._safely(self._stop_watching)
-        self._safely(self._close)
+        try:
+            self._safely(self._stop_watching)
+            self._safely(self._close)
+        finally:
+            self._abandon()
+
+    def _abandon(self) -> None:
+        """Leave nothing in PyTorch and hold no claim, whatever was raised before."""
         self._is_open = False
+        try:
+            self._safely(self._stop_watching)
+        finally:
+            release(self)
 
     def step(
         self,
@@ -239,7 +245,7 @@ class Recorder:
         )
         self._last_said = said
         if units.saturated_count:
-            self._note_saturation(record, units)
+            self._events.add("saturated-examples", record.saturation_note, record.step)
         status, reason = self._judge(record, units)
         rank = self._settings.rank
         if status == "recorded":
@@ -260,18 +266,6 @@ class Recorder:
         if self._writer.end_step():
             self._flush(closed=False)
 
-    def _note_saturation(self, record: StepRecord, units: LossUnits) -> None:
-        how = (
-            "their logits were followed by a backward pass of their own"
-            if record.logits_reason is None
-            else f"what an error does to them is not known: {record.logits_reason}"
-        )
-        self._events.add(
-            "saturated-examples",
-            f"the log loss of some examples is saturated, so its gradient vanishes; {how}",
-            record.step,
-        )
-
     def _judge(self, record: StepRecord, units: LossUnits) -> tuple[str, str | None]:
         if record.failures:
             return "failed", record.failures[0]
@@ -283,7 +277,14 @@ class Recorder:
                 "nonfinite-step", "steps with Inf or NaN were left out", record.step, warn=True
             )
             return "nonfinite", reason
-        if not record.layers:
+        if INSTALLED_TABLE in record.flops_unseen:
+            self._events.add(
+                "installed-table",
+                f"products of a recorded step were {INSTALLED_TABLE}",
+                record.step,
+                warn=True,
+            )
+        elif not record.layers:
             self._events.add(
                 "nothing-seen",
                 "a recorded step held no product that could be recorded; was the model called, "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -76,7 +77,7 @@ class TraceWriter:
                 if _is_of_a_trace(file):
                     file.unlink()
             path.mkdir(parents=True, exist_ok=True)
-            self.write_manifest(RunStatus(), ())
+            self._put_manifest(RunStatus(), ())
         except OSError as error:
             raise ConfigurationError(f"cannot write a trace to {path}: {error.strerror}") from None
 
@@ -100,7 +101,9 @@ class TraceWriter:
 
         Raises:
             OSError: If it cannot be written; rows that were not written stay buffered.
+            FileNotFoundError: If the trace was taken away, in which case nothing is written.
         """
+        self._check_present()
         first = self._parts
         wrote = False
         # Steps come last: a step that has a row there has all of its rows.
@@ -131,7 +134,23 @@ class TraceWriter:
                 storage.compact_parts(directory, table, self._settings.rank)
 
     def write_manifest(self, status: RunStatus, events: tuple[Event, ...]) -> None:
-        """Write this rank's manifest."""
+        """Write this rank's manifest again.
+
+        Raises:
+            OSError: If it cannot be written.
+            FileNotFoundError: If the trace was taken away, in which case it is not written.
+        """
+        self._check_present()
+        self._put_manifest(status, events)
+
+    def _check_present(self) -> None:
+        """Find that the trace is still there: what is left of it would be a trace with gaps."""
+        name = manifest_name(self._settings.rank)
+        if not (self._settings.path / name).is_file():
+            reason = f"its {name} was deleted or moved while recording, and rows with it"
+            raise FileNotFoundError(errno.ENOENT, reason)
+
+    def _put_manifest(self, status: RunStatus, events: tuple[Event, ...]) -> None:
         manifest = Manifest(
             kind=KIND,
             schema_version=SCHEMA_VERSION,
