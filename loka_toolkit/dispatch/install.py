@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from loka_toolkit.artifacts.dispatch_table import DispatchTable, MissReason
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.dispatch.check import chip_of_model
+from loka_toolkit.dispatch.consistency import check_consistency
 from loka_toolkit.dispatch.counters import Bank, Outcome, Slot
 from loka_toolkit.dispatch.options import torch_dtype
 from loka_toolkit.dispatch.resolve import ResolvedEntry, SiteStatus, resolve
@@ -178,7 +179,8 @@ def install(
     Raises:
         ArtifactError: If the file is missing, damaged, foreign or newer.
         TableError: If a table is installed already.
-        TableRefusedError: If a hard validator differs, or entries are unmeasured on a GPU.
+        TableRefusedError: If a hard validator differs, the table is not one that a build could
+            have written, or entries are unmeasured on a GPU.
         TableMismatchError: If entries name layers that the model does not have, or of another size.
     """
     table = table if isinstance(table, DispatchTable) else DispatchTable.load(table)
@@ -190,7 +192,7 @@ def install(
     checks = check_validators(table.validators, environment, known, chip=chip.name)
     refuse_or_warn(
         table,
-        (*checks, *check_entries(table, known)),
+        (*checks, *check_consistency(table), *check_entries(table, known)),
         on_gpu=chip.capability is not None,
         allow_unmeasured=allow_unmeasured,
     )
