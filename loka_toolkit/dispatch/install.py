@@ -34,7 +34,8 @@ class Counts(msgspec.Struct, frozen=True):
     Attributes:
         hits: Products that ran their candidate, by role.
         misses: Products with an entry that ran in their original precision all the same, by
-            reason and role.
+            reason and role: ``env`` for another kind of device, ``shape`` for another token count,
+            ``layout`` for another dtype of the operands than the entry's.
         sites_missed: Sites without an entry that holds, by reason and role. Their products are not
             counted: those modules run as if nothing were installed.
     """
@@ -51,7 +52,7 @@ class SiteCounts(msgspec.Struct, frozen=True):
         fqn: Module path.
         role: Its role.
         hits: Products that ran the candidate.
-        misses: Products that did not, by reason.
+        misses: Products that did not, by reason as in :class:`Counts`.
     """
 
     fqn: str

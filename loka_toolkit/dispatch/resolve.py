@@ -226,7 +226,10 @@ def _unknown_linears(
 def _hit(found: ResolvedEntry) -> SiteStatus:
     entry = found.entry
     multiple = f", multiples of {found.granularity}" if found.granularity > 1 else ""
-    detail = f"{entry.dtype}, {entry.tokens_min} to {entry.tokens_max} tokens{multiple}"
+    detail = (
+        f"{entry.dtype}, {entry.tokens_min} to {entry.tokens_max} tokens{multiple}; products of "
+        "another dtype count as layout misses, of another token count as shape misses"
+    )
     return SiteStatus(entry.fqn, entry.call, entry.role, found.candidate.name, None, detail)
 
 

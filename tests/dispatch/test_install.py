@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 import warnings
 
 import msgspec
@@ -88,8 +89,12 @@ def test_entries_that_all_miss_change_no_bit(made):
     for wrong in (other, msgspec.structs.replace(table, entries=table.entries[2::3])):
         with install(model, wrong) as installation:
             assert all_equal(train(model), train(plain))
-            counts = installation.counts()
-        assert not any(counts.hits.values()) and counts.misses
+            counts, sites = installation.counts(), installation.sites()
+        assert not any(counts.hits.values())
+        reason, said = ("layout", "dtype") if wrong is other else ("shape", "token count")
+        assert set(counts.misses) == {reason}
+        routed = [site.detail for site in sites if site.candidate]
+        assert routed and all(re.search(f"another {said} .*{reason} miss", d) for d in routed)
 
 
 def test_uninstall_restores_class_and_behavior(made):
