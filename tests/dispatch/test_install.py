@@ -390,29 +390,6 @@ def test_a_module_with_two_names_takes_an_entry_under_either(made):
         assert {s.reason for s in installation.sites()} == {MissReason.CONFLICT}
 
 
-def test_a_kernel_that_needs_multiples_misses_other_token_counts(made):
-    import dataclasses
-
-    from loka_toolkit.kernels.torch_scaled_mm import TorchScaledMM
-    from loka_toolkit.numerics.recipes import parse_recipe
-
-    @dataclasses.dataclass(frozen=True)
-    class Picky(TorchScaledMM):
-        def supports(self, problem, chip):
-            return None if problem.m % 16 == 0 else "M must be a multiple of 16"
-
-    model = nn.Sequential(nn.Linear(13, 16))
-    table = made.full_table(model, (Role.FWD,))
-    with install(
-        model, table, candidates=[Picky(parse_recipe("e4m3/tensorwise/fp32"))]
-    ) as installation:
-        assert "multiples of 16" in installation.sites()[0].detail
-        for tokens in (32, 40, 48):
-            model(torch.randn(tokens, 13))
-        counts = installation.counts()
-    assert counts.hits == {"fwd": 2} and counts.misses == {"shape": {"fwd": 1}}
-
-
 def test_a_table_is_read_from_its_file_and_ranks_agree(made, tmp_path):
     model = tower()
     path = made.full_table(model).save(tmp_path / "table.json")
