@@ -9,6 +9,7 @@ import msgspec
 from torch import nn
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable
+from loka_toolkit.dispatch.consistency import check_consistency
 from loka_toolkit.dispatch.resolve import SiteStatus, resolve
 from loka_toolkit.dispatch.validate import Check, check_entries, check_validators, unmeasured
 from loka_toolkit.environment import Environment, current_environment
@@ -21,7 +22,8 @@ class TableCheck(msgspec.Struct, frozen=True):
 
     Attributes:
         chip: Chip of the model, or of this machine without a model.
-        checks: Every validator, expected and actual.
+        checks: Every validator, and everything in the table that no build could have written,
+            expected and actual.
         unmeasured: Entries whose kernel was not judged on the table's chip.
         sites: Per site the kernel that would run, or why none; empty without a model.
         mismatches: Entries that are not of this model.
@@ -35,7 +37,7 @@ class TableCheck(msgspec.Struct, frozen=True):
 
     @property
     def refusals(self) -> tuple[str, ...]:
-        """Hard validators that do not hold, a line each; ``install`` would refuse."""
+        """Hard checks that do not hold, a line each; ``install`` would refuse."""
         return tuple(str(check) for check in self.checks if check.hard and not check.holds)
 
     @property
@@ -75,7 +77,7 @@ def check_table(
     resolution = None if model is None else resolve(table, model, known, chip)
     return TableCheck(
         chip=chip.name,
-        checks=(*checks, *check_entries(table, known)),
+        checks=(*checks, *check_consistency(table), *check_entries(table, known)),
         unmeasured=len(unmeasured(table)),
         sites=() if resolution is None else resolution.sites,
         mismatches=() if resolution is None else resolution.mismatches,

@@ -18,6 +18,7 @@ from loka_toolkit.artifacts.dispatch_table import Evidence as EntryEvidence
 from loka_toolkit.artifacts.replay_results import ReplayRow
 from loka_toolkit.artifacts.safety_map import FAST_SPEEDUP, Cell, SpeedEvidence, Verdict
 from loka_toolkit.artifacts.sites import Role, token_axis
+from loka_toolkit.dispatch.consistency import DYNAMIC, FALLBACK, STATIC
 from loka_toolkit.dispatch.objectives import (
     Picked,
     Predict,
@@ -177,10 +178,10 @@ def _entry(group: Group, picked: Picked, objective: Objective) -> Entry:
         library=option.candidate.library,
         library_version=version,
         recipe=option.recipe.name,
-        scale_policy="static" if option.recipe.scaling is Scaling.STATIC else "dynamic",
+        scale_policy=STATIC if option.recipe.scaling is Scaling.STATIC else DYNAMIC,
         scale_a=option.scale_a,
         scale_b=option.scale_b,
-        fallback="default",
+        fallback=FALLBACK,
         evidence=EntryEvidence(
             verdict=Verdict.SAFE.value,
             p_exceed=option.p_exceed,

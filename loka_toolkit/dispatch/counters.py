@@ -21,7 +21,12 @@ from loka_toolkit.kernels.contract import Candidate
 
 
 class Outcome(enum.IntEnum):
-    """What became of one product at run time; the value is its column among the counters."""
+    """What became of one product at run time; the value is its column among the counters.
+
+    ``ENV``: operands on another kind of device. ``SHAPE``: a token count outside the entry's
+    interval or no multiple of what the kernel takes. ``LAYOUT``: operands that are not laid out in
+    memory as the entry says, which at run time is their dtype: one other than the entry's.
+    """
 
     HIT = 0
     ENV = 1

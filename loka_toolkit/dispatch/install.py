@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from loka_toolkit.artifacts.dispatch_table import DispatchTable, MissReason
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.dispatch.check import chip_of_model
+from loka_toolkit.dispatch.consistency import check_consistency
 from loka_toolkit.dispatch.counters import Bank, Outcome, Slot
 from loka_toolkit.dispatch.options import torch_dtype
 from loka_toolkit.dispatch.resolve import ResolvedEntry, SiteStatus, resolve
@@ -33,7 +34,8 @@ class Counts(msgspec.Struct, frozen=True):
     Attributes:
         hits: Products that ran their candidate, by role.
         misses: Products with an entry that ran in their original precision all the same, by
-            reason and role.
+            reason and role: ``env`` for another kind of device, ``shape`` for another token count,
+            ``layout`` for another dtype of the operands than the entry's.
         sites_missed: Sites without an entry that holds, by reason and role. Their products are not
             counted: those modules run as if nothing were installed.
     """
@@ -50,7 +52,7 @@ class SiteCounts(msgspec.Struct, frozen=True):
         fqn: Module path.
         role: Its role.
         hits: Products that ran the candidate.
-        misses: Products that did not, by reason.
+        misses: Products that did not, by reason as in :class:`Counts`.
     """
 
     fqn: str
@@ -178,7 +180,8 @@ def install(
     Raises:
         ArtifactError: If the file is missing, damaged, foreign or newer.
         TableError: If a table is installed already.
-        TableRefusedError: If a hard validator differs, or entries are unmeasured on a GPU.
+        TableRefusedError: If a hard validator differs, the table is not one that a build could
+            have written, or entries are unmeasured on a GPU.
         TableMismatchError: If entries name layers that the model does not have, or of another size.
     """
     table = table if isinstance(table, DispatchTable) else DispatchTable.load(table)
@@ -190,7 +193,7 @@ def install(
     checks = check_validators(table.validators, environment, known, chip=chip.name)
     refuse_or_warn(
         table,
-        (*checks, *check_entries(table, known)),
+        (*checks, *check_consistency(table), *check_entries(table, known)),
         on_gpu=chip.capability is not None,
         allow_unmeasured=allow_unmeasured,
     )

@@ -146,9 +146,9 @@ def group_cells(cells: Iterable[Cell]) -> tuple[Group, ...]:
 
 def options_for(group: Group, evidence: Evidence) -> tuple[Option, ...] | Refusals:
     """Return the candidates that may serve a group, or for every call why none may."""
-    refused = _structural_refusal(group)
+    refused = _structural_refusals(group)
     if refused is not None:
-        return dict.fromkeys(group.calls, refused)
+        return refused
     safe = {call: _safe_recipes(cells) for call, cells in group.calls.items()}
     if not any(safe.values()):
         return {call: _not_safe(cells) for call, cells in group.calls.items()}
@@ -196,20 +196,45 @@ def torch_dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _structural_refusal(group: Group) -> Refusal | None:
-    first = group.cells[0]
-    if not all(cell.dispatchable for cell in group.cells):
-        detail = f"no kernel can stand in for this product of {first.module_type}"
-        return Refusal(MissReason.NOT_REPLACEABLE, detail)
-    if any(cell.weight is None for cell in group.cells):
-        detail = f"a product of two activations in {first.module_type}; only those of nn.Linear"
-        return Refusal(MissReason.NOT_REPLACEABLE, f"{detail} with its weight are replaced")
-    if first.module_type != "Linear" or group.role not in LINEAR_ROLES or first.batch != 1:
-        detail = f"the module is a {first.module_type}; only nn.Linear is replaced"
-        return Refusal(MissReason.NOT_REPLACEABLE, detail)
+def _structural_refusals(group: Group) -> Refusals | None:
+    """Return why no kernel may stand in, per call, or None.
+
+    One module may compute products of several kinds, so each call is judged by itself; a call that
+    could be replaced but for the others says so, since the calls of a module run together.
+    """
+    found = {
+        call: why
+        for call, cell in zip(group.calls, group.cells, strict=True)
+        if (why := _why_not_replaceable(cell)) is not None
+    }
+    if found:
+        others = ", ".join(map(str, found))
+        detail = f"the calls of a module run together, and call {others} cannot be replaced"
+        together = Refusal(MissReason.CONFLICT, detail)
+        refused = {call: Refusal(MissReason.NOT_REPLACEABLE, why) for call, why in found.items()}
+        return {call: refused.get(call, together) for call in group.calls}
     if len({_fixed_facts(cell) for cell in group.cells}) > 1:
         detail = "its calls differ in dtype or in the dimensions that are not the token count"
-        return Refusal(MissReason.CONFLICT, detail)
+        return dict.fromkeys(group.calls, Refusal(MissReason.CONFLICT, detail))
+    return None
+
+
+def _why_not_replaceable(cell: Cell) -> str | None:
+    """Return why no kernel may stand in for the product of one call, or None."""
+    if not cell.dispatchable:
+        return f"no kernel can stand in for this product of {cell.module_type}"
+    if cell.weight is None:
+        return (
+            f"a product of two activations in {cell.module_type}; only those of nn.Linear with its "
+            "weight are replaced"
+        )
+    if cell.module_type != "Linear":
+        return (
+            f"a product with {cell.weight} in {cell.module_type}, which is not an nn.Linear; only "
+            "nn.Linear is replaced"
+        )
+    if cell.role not in LINEAR_ROLES or cell.batch != 1:
+        return f"{cell.role} with a batch of {cell.batch} is no product of nn.Linear"
     return None
 
 

@@ -7,7 +7,6 @@ rank of a distributed job resolves alike.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Mapping
 
 import msgspec
@@ -170,11 +169,6 @@ def _resolve_entry(
     if Role(entry.role) not in candidate.roles:
         detail = f"{candidate.name} does not compute {entry.role}"
         return _miss(entry, MissReason.KERNEL_ABSENT, detail)
-    if entry.scale_policy == "static" and not (
-        _is_scale(entry.scale_a) and _is_scale(entry.scale_b)
-    ):
-        detail = f"static scales {entry.scale_a} and {entry.scale_b} must be finite and positive"
-        return _miss(entry, MissReason.INSUFFICIENT, detail)
     granularity, why = _granularity(entry, candidate, chip)
     if granularity is None:
         return _miss(entry, MissReason.SHAPE, f"{candidate.name} does not take it: {why}")
@@ -201,10 +195,6 @@ def _problem(entry: Entry, tokens: int) -> Problem:
         tokens if entry.k is None else entry.k,
         torch_dtype(entry.dtype),
     )
-
-
-def _is_scale(scale: float | None) -> bool:
-    return scale is not None and math.isfinite(scale) and scale > 0
 
 
 def _same_choice(one: Entry, other: Entry) -> bool:
@@ -236,7 +226,10 @@ def _unknown_linears(
 def _hit(found: ResolvedEntry) -> SiteStatus:
     entry = found.entry
     multiple = f", multiples of {found.granularity}" if found.granularity > 1 else ""
-    detail = f"{entry.dtype}, {entry.tokens_min} to {entry.tokens_max} tokens{multiple}"
+    detail = (
+        f"{entry.dtype}, {entry.tokens_min} to {entry.tokens_max} tokens{multiple}; products of "
+        "another dtype count as layout misses, of another token count as shape misses"
+    )
     return SiteStatus(entry.fqn, entry.call, entry.role, found.candidate.name, None, detail)
 
 

@@ -134,7 +134,10 @@ class RoleRoute:
     device_type: str
 
     def outcome(self, tokens: int, dtype: torch.dtype, device_type: str) -> Outcome:
-        """Return whether the candidate takes a product, and why not."""
+        """Return whether the candidate takes a product, and why not.
+
+        A dtype other than the entry's counts as ``LAYOUT``.
+        """
         if device_type != self.device_type:
             return Outcome.ENV
         if dtype != self.dtype:

@@ -136,6 +136,31 @@ def test_details_name_the_numbers(made):
     assert "K = 13 % 16" in miss.detail and "fake.gemm" in miss.detail
 
 
+def test_every_call_of_a_module_says_what_it_is_itself(made):
+    root = {"module_type": "DLRM", "batch": 1}
+    cells = [
+        made.cell("(root)#0:fwd", FAST, **root, weight="raw"),
+        made.cell("(root)#1:fwd", FAST, **root, weight=None),
+        made.cell("(root)#2:fwd", FAST, **root, weight=None, dispatchable=False),
+        made.cell("a#0:fwd", FAST),
+        made.cell("a#1:fwd", FAST, weight=None),
+        made.cell("b#0:fwd", FAST, batch=8),
+    ]
+    choice = decide(cells, [made.FakeCandidate(FAST)])
+    assert not choice.entries
+    found = {f"{m.fqn}#{m.call}": (m.reason, m.detail) for m in choice.misses}
+    for layer, reason, detail in (
+        ("(root)#0", MissReason.NOT_REPLACEABLE, "with raw in DLRM, which is not an nn.Linear"),
+        ("(root)#1", MissReason.NOT_REPLACEABLE, "a product of two activations in DLRM"),
+        ("(root)#2", MissReason.NOT_REPLACEABLE, "no kernel can stand in"),
+        ("a#0", MissReason.CONFLICT, "run together, and call 1 cannot be replaced"),
+        ("a#1", MissReason.NOT_REPLACEABLE, "a product of two activations in Linear"),
+        ("b#0", MissReason.NOT_REPLACEABLE, "fwd with a batch of 8"),
+    ):
+        assert found[layer][0] is reason and detail in found[layer][1]
+    assert "activations" not in found["(root)#0"][1]
+
+
 def test_the_candidate_that_came_furthest_says_why(made):
     cells = [made.cell("a#0:fwd", FAST)]
     gone = made.FakeCandidate(FAST, library="gone", installed=None)

@@ -15,9 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.dispatch import install, uninstall
-from loka_toolkit.dispatch.counters import Bank, Outcome, Slot
-from loka_toolkit.dispatch.runtime import gemm, missed_linear, missed_mm
-from loka_toolkit.kernels.catalog import find_candidate
 
 ROLES = (Role.FWD, Role.DGRAD, Role.WGRAD)
 
@@ -351,6 +348,29 @@ def test_a_ragged_batch_outside_the_interval_is_a_counted_miss(made):
         assert torch.equal(y, plain(x))
 
 
+def test_a_kernel_that_needs_multiples_misses_other_token_counts(made):
+    import dataclasses
+
+    from loka_toolkit.kernels.torch_scaled_mm import TorchScaledMM
+    from loka_toolkit.numerics.recipes import parse_recipe
+
+    @dataclasses.dataclass(frozen=True)
+    class Picky(TorchScaledMM):
+        def supports(self, problem, chip):
+            return None if problem.m % 16 == 0 else "M must be a multiple of 16"
+
+    model = nn.Sequential(nn.Linear(13, 16))
+    table = made.full_table(model, (Role.FWD,))
+    with install(
+        model, table, candidates=[Picky(parse_recipe("e4m3/tensorwise/fp32"))]
+    ) as installation:
+        assert "multiples of 16" in installation.sites()[0].detail
+        for tokens in (32, 40, 48):
+            model(torch.randn(tokens, 13))
+        counts = installation.counts()
+    assert counts.hits == {"fwd": 2} and counts.misses == {"shape": {"fwd": 1}}
+
+
 def test_double_backward_is_refused_and_not_wrong(made):
     layer = nn.Linear(16, 24)
     model = nn.Sequential(layer)
@@ -371,44 +391,6 @@ def test_bad_input_raises_what_the_layer_raises(made, wrong):
     with install(model, made.full_table(model)), pytest.raises(RuntimeError) as actual:
         layer(x)
     assert str(actual.value) == str(expected.value)
-
-
-def test_ops_pass_opcheck():
-    candidate = find_candidate("torch.scaled_mm/e4m3/tensorwise/fp32")
-    static = find_candidate("torch.scaled_mm/e4m3/static/fp32")
-    bank = Bank(
-        [Slot(candidate, None, None, False), Slot(static, 0.1, 0.1, False)], torch.device("cpu")
-    )
-    scale = torch.tensor(0.01)
-    a, b = torch.randn(13, 39), torch.randn(39, 26)
-    torch.library.opcheck(gemm, (a, b, None, None, torch.float32, bank.id, 0))
-    torch.library.opcheck(
-        gemm, (a, b.t().contiguous().t(), scale, scale, torch.bfloat16, bank.id, 1)
-    )
-    x, w = torch.randn(2, 13, 39), torch.randn(26, 39)
-    shape = int(Outcome.SHAPE)
-    torch.library.opcheck(missed_linear, (x, w, torch.randn(26), bank.id, 0, shape))
-    torch.library.opcheck(missed_linear, (x.transpose(0, 1), w, None, bank.id, 0, shape))
-    torch.library.opcheck(missed_mm, (a, b, bank.id, 0, shape))
-    assert bank.totals()[0][Outcome.HIT] > 0 and bank.totals()[0][Outcome.SHAPE] > 0
-
-
-def test_the_output_dtype_is_an_argument_even_under_autocast():
-    candidate = find_candidate("torch.scaled_mm/e4m3/tensorwise/fp32")
-    bank = Bank([Slot(candidate, None, None, False)], torch.device("cpu"))
-    a, b = torch.randn(13, 39), torch.randn(39, 26)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert gemm(a, b, None, None, torch.float32, bank.id, 0).dtype is torch.float32
-        assert missed_mm(a, b, bank.id, 0, int(Outcome.ENV)).dtype is torch.float32
-        assert missed_linear(a, b.t(), None, bank.id, 0, 1).dtype is torch.float32
-
-
-def test_a_graph_of_a_gone_installation_says_so():
-    candidate = find_candidate("torch.scaled_mm/e4m3/tensorwise/fp32")
-    gone = Bank([Slot(candidate, None, None, False)], torch.device("cpu")).id
-    a = torch.randn(4, 4)
-    with pytest.raises(RuntimeError, match="compile the model again"):
-        gemm(a, a, None, None, torch.float32, gone, 0)
 
 
 def test_functional_use_of_the_weight_is_untouched(made):
