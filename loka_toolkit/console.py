@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import signal
 import sys
 import threading
@@ -52,6 +53,10 @@ def guarded(function: Callable[_P, _R]) -> Callable[_P, _R]:
         except KeyboardInterrupt:
             fail("interrupted; files that were written are complete")
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except BrokenPipeError:
+            # The reader of a pipe has left, as `head` does: nobody is there to be told.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(EXIT_ERROR) from None
         except typer.Exit:
             raise
         except Exception as error:

@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import typer
 
 from loka_toolkit.console import EXIT_INTERRUPTED, emit, guarded, printable
 from loka_toolkit.errors import NoEvidenceError, UnknownNameError
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def test_an_interrupt_that_compiled_code_swallows_still_ends_the_command():
@@ -60,3 +65,23 @@ def test_names_cannot_drive_the_terminal(capsys):
     out = capsys.readouterr().out
     assert "\x1b" not in out
     assert "é ✓ 中" in out
+
+
+def test_a_reader_that_leaves_is_no_error(tmp_path):
+    script = tmp_path / "many_lines.py"
+    script.write_text(
+        "from loka_toolkit.console import emit, guarded\n"
+        "guarded(lambda: emit(None, as_json=False, quiet=False, lines=['x' * 99] * 100_000))()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert process.stdout is not None and process.stderr is not None
+    with process:
+        assert process.stdout.readline().strip() == "x" * 99
+        process.stdout.close()
+        assert "internal error" not in process.stderr.read()
