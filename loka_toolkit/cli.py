@@ -160,9 +160,8 @@ def report(
     gate = parse_fail_on(fail_on)
     path = write_report(out, safety, trace=trace, replay=replay, table=table, top=top, force=force)
     emit({"report": str(path)}, as_json=json, quiet=quiet, lines=[f"report: {path}"])
-    if fail_on is not None:
-        result = judge_gate(gate, SafetyMap.load(safety))
-        leave(result.exit_code, result.reasons)
+    result = judge_gate(gate, SafetyMap.load(safety))
+    leave(result.exit_code, result.reasons)
 
 
 @app.command()

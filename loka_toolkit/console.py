@@ -22,7 +22,6 @@ from rich.table import Table
 from loka_toolkit.errors import LokaError
 
 EXIT_ERROR = 1
-EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 _P = ParamSpec("_P")
@@ -86,7 +85,7 @@ def _noticed_interrupt() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.SIG_DFL if before is None else before)
     if interrupted:
         raise KeyboardInterrupt
 

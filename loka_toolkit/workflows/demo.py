@@ -151,8 +151,10 @@ def run_demo(
         progress: Called with stage, done and total.
 
     Raises:
-        ArtifactExistsError: If ``out`` holds something and ``force`` is false.
+        ArtifactExistsError: If ``out`` is a file, or holds something and ``force`` is false.
     """
+    if out.exists() and not out.is_dir():
+        raise ArtifactExistsError(f"{out} is a file; the demo needs a directory of its own")
     if out.exists() and any(out.iterdir()) and not force:
         raise ArtifactExistsError(f"{out} is not empty; use --force to overwrite it")
     with single_thread():

@@ -101,21 +101,17 @@ def table_summary_lines(summary: TableSummary) -> list[str]:
 
 def table_entry_lines(table: DispatchTable) -> list[str]:
     """Return every entry and miss of a table as lines."""
-    entries: Sequence[Sequence[object]] = [
-        [
-            f"{entry.fqn}#{entry.call}:{entry.role}",
-            f"{entry.tokens_min}-{entry.tokens_max}",
-            entry.candidate,
-            entry.scale_policy,
-            percent(entry.evidence.p_exceed),
-            entry.evidence.statement,
-        ]
-        for entry in table.entries
-    ]
-    misses = [
-        [f"{miss.fqn}#{miss.call}:{miss.role}", miss.reason.value, miss.detail]
-        for miss in table.misses
-    ]
+    from loka_toolkit.dispatch import table_rows
+
+    entries, misses = [], []
+    for row in table_rows(table):
+        site = f"{row['fqn']}#{row['call']}:{row['role']}"
+        if row["reason"] is None:
+            rate = percent(row["p_exceed"])
+            columns = [row[name] for name in ("tokens", "candidate", "scale_policy")]
+            entries.append([site, *columns, rate, row["detail"]])
+        else:
+            misses.append([site, row["reason"], row["detail"]])
     lines = table_lines(["site", "tokens", "candidate", "scale", "P(exceed)", "evidence"], entries)
     return [*lines, "", *table_lines(["site in its own precision", "reason", "detail"], misses)]
 

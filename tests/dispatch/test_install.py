@@ -403,7 +403,9 @@ def test_nothing_is_warned_of_where_everything_fits(made):
     model = tower()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        install(model, made.full_table(model)).uninstall()
+        installation = install(model, made.full_table(model))
+    assert all(site.candidate for site in installation.sites())
+    installation.uninstall()
 
 
 def test_an_exception_inside_uninstalls(made):

@@ -1,11 +1,17 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from loka_toolkit.artifacts.safety_map import SafetyMap, Verdict
 from loka_toolkit.errors import ArtifactMissingError, ConfigurationError
 from loka_toolkit.workflows.gate import Condition, judge_gate, parse_fail_on
 
+ROOT = Path(__file__).resolve().parents[2]
 A, B = "e4m3/tensorwise/fast", "e4m3/rowwise/fast"
 SAFE, UNSAFE, UNCLEAR = Verdict.SAFE, Verdict.UNSAFE, Verdict.INSUFFICIENT
 
@@ -62,6 +68,22 @@ def test_a_site_that_is_safe_no_longer_is_a_regression(make_map, tmp_path):
 def test_mistakes_in_fail_on_are_named(text, words):
     with pytest.raises(ConfigurationError, match=words):
         parse_fail_on(text)
+
+
+@pytest.mark.parametrize(("healthy", "code"), [(True, 0), (False, 4)])
+def test_a_report_of_an_unhealthy_fit_leaves_with_4_without_being_asked(
+    make_map, tmp_path, healthy, code
+):
+    safety = make_map({("s#0:fwd", A): UNCLEAR}, healthy=healthy).save(tmp_path / "s.parquet")
+    arguments = ["report", str(safety), "-o", str(tmp_path / "r.html"), "--quiet"]
+    result = subprocess.run(
+        [sys.executable, "-m", "loka_toolkit.cli", *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert result.returncode == code, result.stderr
+    assert (tmp_path / "r.html").stat().st_size > 10_000
 
 
 def test_fail_on_is_parsed():
