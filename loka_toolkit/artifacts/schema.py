@@ -29,12 +29,16 @@ class Column:
         type: Storage type.
         doc: What it holds; null values are explained here.
         nullable: Whether a value may be missing.
+        since: Version of the table in which the column appeared.
+        default: What a file of an older version is read as.
     """
 
     name: str
     type: ColumnType
     doc: str
     nullable: bool = False
+    since: int = 1
+    default: bool | int | float | str | None = None
 
 
 @dataclasses.dataclass(frozen=True)

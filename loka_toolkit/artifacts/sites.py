@@ -21,7 +21,9 @@ class Role(enum.StrEnum):
     """What a GEMM does in the step.
 
     ``fwd``, ``dgrad`` and ``wgrad`` belong to a product with a parameter; ``fwd``, ``grad_a`` and
-    ``grad_b`` to a product of two activations. ``norm`` sites are observed and never replaced.
+    ``grad_b`` to a product of two activations. ``bwd`` is the whole backward of a fused composite
+    (attention, RNN), whose ``fwd`` is one operator too. ``norm`` sites are observed and never
+    replaced.
     """
 
     FWD = "fwd"
@@ -29,12 +31,13 @@ class Role(enum.StrEnum):
     WGRAD = "wgrad"
     GRAD_A = "grad_a"
     GRAD_B = "grad_b"
+    BWD = "bwd"
     NORM = "norm"
 
     @property
     def is_gradient(self) -> bool:
         """Whether the product changes the update and not the loss."""
-        return self in (Role.DGRAD, Role.WGRAD, Role.GRAD_A, Role.GRAD_B)
+        return self not in (Role.FWD, Role.NORM)
 
 
 class Operand(enum.StrEnum):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
-from loka_toolkit.artifacts.schema import ColumnType, TableSchema
+from loka_toolkit.artifacts.schema import Column, ColumnType, TableSchema
 from loka_toolkit.errors import (
     ArtifactCorruptError,
     ArtifactExistsError,
@@ -144,10 +144,17 @@ def table_from_columns(schema: TableSchema, columns: Mapping[str, Sequence[Any]]
 
 
 def table_from_rows(schema: TableSchema, rows: Sequence[Mapping[str, Any]]) -> pa.Table:
-    """Return a pyarrow table from one mapping per row; see :func:`table_from_columns`."""
-    return table_from_columns(
-        schema, {name: [row[name] for row in rows] for name in schema.column_names}
-    )
+    """Return a pyarrow table from one mapping per row; see :func:`table_from_columns`.
+
+    A mapping may lack the columns that older versions of the table lack: they hold their default.
+    """
+
+    def values(column: Column) -> list[Any]:
+        if column.since > 1:
+            return [row.get(column.name, column.default) for row in rows]
+        return [row[column.name] for row in rows]
+
+    return table_from_columns(schema, {column.name: values(column) for column in schema.columns})
 
 
 def frame_from_rows(schema: TableSchema, rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
@@ -241,6 +248,10 @@ def read_table(path: Path, schema: TableSchema, *, kind: str) -> tuple[pa.Table,
     except msgspec.DecodeError as error:
         raise ArtifactCorruptError(f"{path} has a damaged header: {error}") from None
     _check_header(path, header.kind, header.schema_version, kind=kind, newest=schema.version)
+    for column in schema.columns:
+        if column.since > header.schema_version and column.name not in table.column_names:
+            values = pa.repeat(pa.scalar(column.default), table.num_rows)
+            table = table.append_column(column.name, values)
     missing = [name for name in schema.column_names if name not in table.column_names]
     if missing:
         raise ArtifactCorruptError(f"{path} lacks the columns {', '.join(missing)}")

@@ -43,12 +43,12 @@ _T = ColumnType
 
 SITES = TableSchema(
     "sites",
-    1,
+    2,
     (
         Column("site", _T.STRING, "site name, FQN#CALL:ROLE"),
         Column("fqn", _T.STRING, "module path without wrapper prefixes"),
         Column("call", _T.INT32, "index of the product in the module within one model call"),
-        Column("role", _T.STRING, "fwd, dgrad, wgrad, grad_a, grad_b or norm"),
+        Column("role", _T.STRING, "fwd, dgrad, wgrad, grad_a, grad_b, bwd or norm"),
         Column("op", _T.STRING, "aten operator, for example aten.addmm.default"),
         Column("batch", _T.INT64, "number of products (1 unless batched)"),
         Column("m", _T.INT64, "rows of the output; of a norm: rows normalized"),
@@ -64,12 +64,16 @@ SITES = TableSchema(
         Column("norm_after", _T.STRING, "FQN of the norm fed by the output, if seen", True),
         Column("dispatchable", _T.BOOL, "whether a kernel can stand in for it at all"),
         Column("first_step", _T.INT64, "step at which this shape was first seen"),
+        Column("not_dispatchable_reason", _T.STRING, "why no kernel can, else null", True, 2),
+        Column("flops", _T.FLOAT64, "FLOPs of one execution; null in old traces", True, 2),
+        Column("executions", _T.INT64, "runs in that step, recomputed ones included", False, 2, 1),
+        Column("recompute", _T.INT64, "of these, by activation checkpointing", False, 2, 0),
     ),
 )
 
 STEPS = TableSchema(
     "steps",
-    1,
+    2,
     (
         Column("step", _T.INT64, "optimizer step, counted from 0"),
         Column("rank", _T.INT32, "rank that wrote the row"),
@@ -81,9 +85,13 @@ STEPS = TableSchema(
         Column("reduction", _T.STRING, "mean or sum, if known", True),
         Column("loss_scale", _T.FLOAT64, "factor by which the loss was scaled before backward"),
         Column("seconds_recording", _T.FLOAT64, "time spent in the recorder during the step"),
-        Column("gemm_flops_seen", _T.FLOAT64, "FLOPs of GEMMs recorded as sites"),
+        Column("gemm_flops_seen", _T.FLOAT64, "FLOPs of GEMMs recorded as sites and judged"),
         Column("gemm_flops_unseen", _T.FLOAT64, "FLOPs of GEMMs that no site accounts for"),
         Column("unseen_reason", _T.STRING, "JSON object: reason -> FLOPs; null if none", True),
+        Column("gemm_flops_not_judged", _T.FLOAT64, "of sites without errors", False, 2, 0.0),
+        Column("not_judged_reason", _T.STRING, "JSON object likewise", True, 2),
+        Column("gemm_flops_repeated", _T.FLOAT64, "of sites that ran again", False, 2, 0.0),
+        Column("repeated_reason", _T.STRING, "JSON object likewise", True, 2),
     ),
 )
 

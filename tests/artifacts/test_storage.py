@@ -336,3 +336,43 @@ def test_digests_see_names_and_contents(tmp_path):
     second = storage.digest_directory(tmp_path)
     (tmp_path / "sub" / "b").rename(tmp_path / "sub" / "c")
     assert len({first, second, storage.digest_directory(tmp_path)}) == 3
+
+
+def test_a_table_of_an_older_version_is_read_with_the_defaults_of_later_columns(tmp_path):
+    newer = TableSchema(
+        "facts",
+        4,
+        (
+            *FACTS.columns,
+            Column("executions", ColumnType.INT64, "runs", since=4, default=1),
+            Column("why", ColumnType.STRING, "reason", nullable=True, since=4),
+        ),
+    )
+    row = {"step": 7, "site": "a#0:fwd", "value": 1.5, "bins": [1]}
+    path = storage.part_path(tmp_path, 0, 0)
+    storage.write_table(path, storage.table_from_rows(FACTS, [row]), FACTS, kind=KIND)
+    assert storage.read_parts(tmp_path, newer).to_pylist() == [
+        {**row, "executions": 1, "why": None}
+    ]
+
+
+def test_a_table_that_lacks_a_column_of_its_own_version_is_corrupt(tmp_path):
+    newer = TableSchema(
+        "facts", 3, (*FACTS.columns, Column("runs", ColumnType.INT64, "", since=2, default=1))
+    )
+    row = {"step": 7, "site": "a#0:fwd", "value": 1.5, "bins": [1]}
+    path = storage.part_path(tmp_path, 0, 0)
+    storage.write_table(path, storage.table_from_rows(FACTS, [row]), FACTS, kind=KIND)
+    with pytest.raises(ArtifactCorruptError, match="lacks the columns runs"):
+        storage.read_parts(tmp_path, newer)
+
+
+def test_a_row_may_leave_out_what_older_versions_lack(tmp_path):
+    schema = TableSchema(
+        "facts", 2, (Column("step", ColumnType.INT64, ""),
+                     Column("runs", ColumnType.INT64, "", since=2, default=1))
+    )  # fmt: skip
+    rows = [{"step": 1}, {"step": 2, "runs": 5}]
+    assert storage.table_from_rows(schema, rows)["runs"].to_pylist() == [1, 5]
+    with pytest.raises(KeyError):
+        storage.table_from_rows(schema, [{"runs": 5}])

@@ -119,7 +119,7 @@ class TraceWriter:
         )
 
     def step(self, step: int, loss_scale: float) -> None:
-        row: dict[str, Any] = {column.name: None for column in STEPS.columns}
+        row: dict[str, Any] = {column.name: column.default for column in STEPS.columns}
         fixed = {
             "step": step,
             "rank": 0,
