@@ -50,6 +50,8 @@ class CapturedLoss:
         from_logits: Whether the node's input is the logit and not the probability.
         saturated: Which terms of a log loss lose their gradient in the training dtype, bool.
         bypassing: Sequence numbers of products that reach the total other than through the losses.
+        roots: What is differentiated, until :meth:`release`.
+        root_gradients: Gradients that backward is given for them, or None, likewise.
     """
 
     total: float | None = None
@@ -73,6 +75,8 @@ class CapturedLoss:
     weights: torch.Tensor | None = None
     from_logits: bool = False
     saturated: torch.Tensor | None = None
+    roots: tuple[torch.Tensor, ...] = ()
+    root_gradients: tuple[torch.Tensor | None, ...] | None = None
 
     @property
     def saturated_count(self) -> int:
@@ -81,7 +85,8 @@ class CapturedLoss:
 
     def release(self) -> None:
         """Let go of the graph."""
-        self.loss_node = self.prediction = None
+        self.loss_node = self.prediction = self.root_gradients = None
+        self.roots = ()
 
     def group(self, inputs: int | None) -> None:
         """Take examples to be the rows of the model's input where the target has several for each.
@@ -129,15 +134,20 @@ class CapturedLoss:
 def capture(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     keep: Callable[[Any], None],
+    gradients: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
 ) -> CapturedLoss:
     """Read the graph behind what is about to be differentiated.
 
     Args:
         tensors: The first argument of ``torch.autograd.backward``.
         keep: Called with the handle of every hook placed, to be removed after the step.
+        gradients: Its second argument.
     """
-    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    captured = CapturedLoss()
+    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    captured = CapturedLoss(roots=roots)
+    if gradients is not None:
+        is_one = isinstance(gradients, torch.Tensor)
+        captured.root_gradients = (gradients,) if is_one else tuple(gradients)
     if len(roots) == 1 and roots[0].numel() == 1:
         captured.total = float(roots[0].detach())
     nodes, bypassing = _walk([root.grad_fn for root in roots if root.grad_fn is not None])
@@ -236,10 +246,10 @@ class BackwardWatch:
         original = torch.autograd.backward
 
         @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._original is not None and torch._C._current_autograd_node() is None:
-                self._look(tensors)
-            original(tensors, *args, **kwargs)
+                self._look(tensors, grad_tensors)
+            original(tensors, grad_tensors, *args, **kwargs)
 
         self._original, self._replacement = original, backward
         torch.autograd.backward = backward
@@ -253,10 +263,10 @@ class BackwardWatch:
             handle.remove()
         self._handles.clear()
 
-    def _look(self, tensors: Any) -> None:
+    def _look(self, tensors: Any, gradients: Any) -> None:
         try:
             with torch.no_grad(), _disable_current_modes():
-                captured = capture(tensors, self._handles.append)
+                captured = capture(tensors, self._handles.append, gradients)
                 self._found(captured)
                 captured.release()
         except Exception as error:

@@ -11,6 +11,7 @@ from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
 from loka_toolkit.numerics.recipes import Scaling
 from loka_toolkit.recording.gradients import example_gradient_squares, gradient_columns
 from loka_toolkit.recording.layers import Layer, OperandSample, SiteErrors, StepRecord
+from loka_toolkit.recording.loss import CapturedLoss
 from loka_toolkit.recording.memory import StaticAmax
 from loka_toolkit.recording.moments import BatchMoments
 from loka_toolkit.recording.products import (
@@ -26,6 +27,7 @@ from loka_toolkit.recording.products import (
 from loka_toolkit.recording.sampling import RowLayout, Sampler
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.statistics import operand_statistics
+from loka_toolkit.recording.upstream import Follower, LayoutOf
 from loka_toolkit.recording.whatif import (
     EXHAUSTIVE_PRODUCTS,
     PROBE_PRODUCTS,
@@ -56,6 +58,7 @@ class Observer:
         """Make the sampler."""
         settings = self.settings
         self._sampler = Sampler(settings.seed, settings.max_rows, settings.max_columns)
+        self._follower = Follower(settings.upstream_cells)
 
     def forward(
         self,
@@ -139,6 +142,15 @@ class Observer:
                 example_gradient_squares(errors.gradient, factors, sample, layout)
         record.site_errors.append(errors)
         record.flops_seen += product.flops
+
+    def follow(self, record: StepRecord, loss: CapturedLoss, layout_of: LayoutOf) -> None:
+        """Follow errors of activations' gradients to the parameters upstream."""
+        try:
+            record.upstream_reason = self._follower.follow(
+                record, loss, self.settings.recipes, layout_of
+            )
+        except RuntimeError as error:  # what PyTorch refuses to differentiate twice
+            record.upstream_reason = f"could not be followed upstream: {error}".splitlines()[0]
 
     def norm(
         self, record: StepRecord, key: SiteKey, op: str, x: torch.Tensor, y: torch.Tensor
