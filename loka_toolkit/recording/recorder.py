@@ -18,6 +18,7 @@ from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES
 from loka_toolkit.numerics.scaling import STATIC_HEADROOM
 from loka_toolkit.recording import rows
 from loka_toolkit.recording.claim import claim, release
+from loka_toolkit.recording.eager import EagerStance, has_compiled_code
 from loka_toolkit.recording.events import EventLog
 from loka_toolkit.recording.interception import Interception
 from loka_toolkit.recording.layers import StepRecord
@@ -25,7 +26,7 @@ from loka_toolkit.recording.loss import BackwardWatch
 from loka_toolkit.recording.memory import RunMemory
 from loka_toolkit.recording.modules import ModelNames
 from loka_toolkit.recording.observer import Observer
-from loka_toolkit.recording.operators import INSTALLED_TABLE
+from loka_toolkit.recording.products import INSTALLED_TABLE
 from loka_toolkit.recording.schedule import Schedule
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.units import LossUnits, StepFacts, resolve_units, understand_step
@@ -65,6 +66,7 @@ class Recorder:
         self._is_disabled = False
         self._interception: Interception | None = None
         self._watch: BackwardWatch | None = None
+        self._stance = EagerStance()
         self._record: StepRecord | None = None
         self._last_said = StepFacts()
         self._left_standing: list[Interception] = []
@@ -217,12 +219,20 @@ class Recorder:
         )
         watch = BackwardWatch(interception.on_loss, self._fail)
         self._record, self._watch, self._interception = record, watch, interception
+        if has_compiled_code() and not self._names.compiled:
+            self._events.add(
+                "compiled-code",
+                "something was compiled by torch.compile; recorded steps run it eagerly",
+                self._step,
+            )
+        self._stance.install()
         watch.install()
         interception.install()
 
     def _stop_watching(self) -> None:
         watch, interception = self._watch, self._interception
         self._watch = self._interception = self._record = None
+        self._stance.remove()
         if watch is not None:
             watch.remove()
         while self._left_standing and self._left_standing[-1].remove():
@@ -277,7 +287,7 @@ class Recorder:
                 "nonfinite-step", "steps with Inf or NaN were left out", record.step, warn=True
             )
             return "nonfinite", reason
-        if INSTALLED_TABLE in record.flops_unseen:
+        if INSTALLED_TABLE in record.flops_not_judged:
             self._events.add(
                 "installed-table",
                 f"products of a recorded step were {INSTALLED_TABLE}",
