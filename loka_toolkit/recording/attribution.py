@@ -11,7 +11,7 @@ import torch
 from loka_toolkit.artifacts.sites import Role, SiteKey
 from loka_toolkit.recording.callers import innermost_module
 from loka_toolkit.recording.composites import SUMMED, Composite
-from loka_toolkit.recording.convolution import TOO_LARGE, ConvolutionCall
+from loka_toolkit.recording.convolution_calls import TOO_LARGE, ConvolutionCall
 from loka_toolkit.recording.executions import Execution, Executions
 from loka_toolkit.recording.layers import Layer, StepRecord
 from loka_toolkit.recording.modules import ModuleTracker

@@ -17,6 +17,7 @@ from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES
 from loka_toolkit.numerics.scaling import STATIC_HEADROOM
 from loka_toolkit.recording import rows
+from loka_toolkit.recording.caveats import step_caveats
 from loka_toolkit.recording.claim import claim, release
 from loka_toolkit.recording.eager import EagerStance, has_compiled_code
 from loka_toolkit.recording.events import EventLog
@@ -26,7 +27,6 @@ from loka_toolkit.recording.loss import BackwardWatch
 from loka_toolkit.recording.memory import RunMemory
 from loka_toolkit.recording.modules import ModelNames
 from loka_toolkit.recording.observer import Observer
-from loka_toolkit.recording.products import INSTALLED_TABLE
 from loka_toolkit.recording.schedule import Schedule
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.units import LossUnits, StepFacts, resolve_units, understand_step
@@ -287,21 +287,8 @@ class Recorder:
                 "nonfinite-step", "steps with Inf or NaN were left out", record.step, warn=True
             )
             return "nonfinite", reason
-        if INSTALLED_TABLE in record.flops_not_judged:
-            self._events.add(
-                "installed-table",
-                f"products of a recorded step were {INSTALLED_TABLE}",
-                record.step,
-                warn=True,
-            )
-        elif not record.layers:
-            self._events.add(
-                "nothing-seen",
-                "a recorded step held no product that could be recorded; was the model called, "
-                "with gradients, and not compiled?",
-                record.step,
-                warn=True,
-            )
+        for kind, message in step_caveats(record):
+            self._events.add(kind, message, record.step, warn=True)
         return "recorded", None
 
     def _add_sites(self, record: StepRecord) -> None:

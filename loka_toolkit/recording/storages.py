@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-
 _SAME_VALUES = frozenset(
     {
         "TBackward0",

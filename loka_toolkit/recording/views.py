@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from loka_toolkit.recording.convolution import Convolution, ConvolutionCall
+from loka_toolkit.recording.convolution import Convolution
+from loka_toolkit.recording.convolution_calls import ConvolutionCall
 from loka_toolkit.recording.products import Factors, Product, SiteShape, forward_factors, shape_of
 from loka_toolkit.recording.sampling import SampledRows
 

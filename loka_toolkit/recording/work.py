@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from loka_toolkit.recording.composites import Composite, composite_of
-from loka_toolkit.recording.convolution import ConvolutionCall, convolution_of
+from loka_toolkit.recording.convolution_calls import ConvolutionCall, convolution_of
 from loka_toolkit.recording.products import Product, product_of
 
 Work = Product | ConvolutionCall | Composite
