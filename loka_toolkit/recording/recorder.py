@@ -89,12 +89,12 @@ class Recorder:
 
         Raises:
             ArtifactExistsError: If the directory is not empty and ``force`` is false.
-            ConfigurationError: If it cannot be written, or if this recorder was opened before, or
-                while another one is open.
+            ConfigurationError: If it cannot be written, if this recorder was opened before, or
+                while another one of the same model or directory is open.
         """
         if self._is_open or self._step:
             raise ConfigurationError("a recorder is opened once; call record() again")
-        claim(self, self.path)
+        claim(self, self.path, self._model)
         try:
             self._writer.open(self._settings.as_config())
             self._is_open = True
@@ -215,7 +215,7 @@ class Recorder:
             said_loss_scale=self._last_said.loss_scale,
             report=self._fail,
         )
-        watch = BackwardWatch(interception.on_loss, self._fail)
+        watch = BackwardWatch(interception.on_loss, self._fail, self._model)
         self._record, self._watch, self._interception = record, watch, interception
         watch.install()
         interception.install()
