@@ -31,6 +31,11 @@ from loka_toolkit.recording.storages import StorageRegistry
 OUTSIDE = "outside of every model that is recorded"
 """Why a product is no site while several models are recorded: it is of none of them."""
 
+MODE_STAYS = (
+    "another TorchDispatchMode was pushed during a recorded step and still stands; the recorder's "
+    "mode stays below it, switched off, until that one is gone"
+)
+
 
 class Listener(Protocol):
     """Looks at operators on behalf of one model during one step."""
@@ -161,8 +166,8 @@ class Switchboard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         if len(self._fences) < 2:
             return True
-        pending = [x.grad_fn for x in tree_leaves(tensors) if isinstance(x, torch.Tensor)]
-        pending = [node for node in pending if node is not None]
+        leaves = [x for x in tree_leaves(tensors) if isinstance(x, torch.Tensor)]
+        pending: list[Any] = [x.grad_fn for x in leaves if x.grad_fn is not None]
         seen = set(pending)
         is_of_others = False
         while pending:
@@ -219,7 +224,7 @@ class Switchboard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         owner = next((f for f in self._fences if any(map(f.holds, tensors))), None)
         if owner is None and self._running:
             owner = self._running[-1]
-        node = torch._C._current_autograd_node()
+        node: Any = torch._C._current_autograd_node()
         if owner is None and node is not None:
             return self._owners.get(int(node._sequence_nr()))
         if owner is None and len(self._fences) == 1:
