@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -128,7 +129,9 @@ class Interception:
     def on_loss(self, loss: CapturedLoss) -> None:
         """Take note of the loss that is about to be differentiated; only the first one counts."""
         if self._record.loss is not None:
+            self._record.loss.backwards += 1
             return
+        loss.group(self._input_size)
         self._record.loss = loss
         if not loss.saturated_count:
             return
@@ -414,10 +417,7 @@ def _out_of_the_way() -> Iterator[None]:
 
 
 def _leading_size(inputs: tuple[Any, ...]) -> int | None:
-    """Return the most common first dimension of a model's inputs."""
-    sizes = [
-        leaf.shape[0]
-        for leaf in tree_leaves(inputs)
-        if isinstance(leaf, torch.Tensor) and leaf.ndim
-    ]
+    """Return the most common first dimension of a model's inputs, those in dataclasses included."""
+    leaves = tree_leaves([vars(x) if dataclasses.is_dataclass(x) else x for x in inputs])
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     return max(sorted(set(sizes)), key=sizes.count) if sizes else None
