@@ -136,7 +136,7 @@ def dcn_v2(batch: int) -> Case:
 
 
 def torchfm_autoint(batch: int) -> Case:
-    """torchfm's AutoInt: nn.MultiheadAttention, whose output projection is never called."""
+    """Torchfm's AutoInt: nn.MultiheadAttention, whose output projection is never called."""
     with quiet():
         from torchfm.model.afi import AutomaticFeatureInteractionModel
 

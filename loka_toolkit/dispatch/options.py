@@ -30,7 +30,7 @@ MAX_SCALE_RATIO = 2.0
 """Largest ratio of two calls' static scales that one scale may stand for. Static scales usually
 leave a headroom of 8, and the error of E4M3 hardly changes up to a headroom of 16."""
 
-_KNOWN = all_recipes()
+_KNOWN = {name: recipe for name, recipe in all_recipes().items() if not recipe.is_baseline}
 
 _STATUS_REASONS: dict[Status, MissReason] = {
     Status.WRONG_NUMERICS: MissReason.UNSAFE,
@@ -327,13 +327,22 @@ def _fixed_facts(site: Cell | ReplayRow) -> str:
 
 
 def _is_static(recipe: Recipe) -> bool:
-    return recipe.scaling is Scaling.STATIC
+    return recipe.has_static_scale
 
 
 def _with_static_scales(option: Option, group: Group, evidence: Evidence) -> Option | Refusal:
-    scales = []
-    formats = (option.recipe.format_a, option.recipe.format_b)
-    for operand, format_name in zip(GEMM_OPERANDS[(group.role, True)], formats, strict=True):
+    scales: list[float | None] = []
+    recipe = option.recipe
+    sides = zip(
+        GEMM_OPERANDS[(group.role, True)],
+        (recipe.format_a, recipe.format_b),
+        recipe.scalings,
+        strict=True,
+    )
+    for operand, format_name, scaling in sides:
+        if scaling is not Scaling.STATIC:
+            scales.append(None)
+            continue
         found = []
         for call in group.calls:
             entry = evidence.scales.get((f"{group.fqn}#{call}", operand.value))

@@ -69,6 +69,11 @@ class Composite:
         return Role.GRAD_B if of_right else Role.GRAD_A
 
 
+def is_composite(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator holds several products."""
+    return func._schema.name in _COMPOSITES
+
+
 def composite_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
 ) -> Composite | None:

@@ -168,9 +168,11 @@ class Convolution:
                 )
             )
             index: Any = (slice(None), slice(None), *at)
-            whole[index] += parts[(..., *offsets)]
+            element: Any = (..., *offsets)
+            whole[index] += parts[element]
         inside = (slice(p, p + n) for p, n in zip(self.padding, self.wide_size, strict=True))
-        return whole[(slice(None), slice(None), *inside)]
+        cropped: Any = (slice(None), slice(None), *inside)
+        return whole[cropped]
 
     def largest(self, t: torch.Tensor) -> tuple[int, int]:
         """Return a patch and a column that hold the wide side's largest element; 0 if none does."""

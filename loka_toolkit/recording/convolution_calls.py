@@ -168,6 +168,11 @@ class ConvolutionCall:
         return kept
 
 
+def is_convolution(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator is a convolution, or the backward of one."""
+    return func.overloadpacket in (aten.convolution, aten.convolution_backward)
+
+
 def convolution_of(
     func: torch._ops.OpOverload, args: tuple[Any, ...], out: Any
 ) -> ConvolutionCall | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
 from loka_toolkit.artifacts.sites import Role, SiteKey
@@ -30,6 +31,7 @@ from loka_toolkit.recording.operators import (
 from loka_toolkit.recording.phases import EVALUATION, Phases
 from loka_toolkit.recording.sampling import RowLayout, find_layout
 from loka_toolkit.recording.storages import ParameterMap, StorageRegistry
+from loka_toolkit.recording.switchboard import SWITCHBOARD
 from loka_toolkit.recording.trails import ShapeTrails
 from loka_toolkit.recording.work import Work, tensors_of, work_of
 
@@ -39,7 +41,7 @@ _LARGEST_LOGITS = 1 << 20
 """Inputs of sigmoids up to this size are kept for the step: one of them may be the logits."""
 
 
-class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Interception:
     """One recorded step, from the end of the previous one to its own end.
 
     Args:
@@ -63,8 +65,7 @@ class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
         said_loss_scale: float | None,
         report: Callable[[Exception], None],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._model = model
+        self.model = model
         self._observer = observer
         self._record = record
         self._said_examples = said_examples
@@ -98,45 +99,40 @@ class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def install(self) -> None:
         """Place hooks and begin to intercept."""
         self._tracker.install()
-        self.__enter__()  # type: ignore[no-untyped-call]
+        SWITCHBOARD.connect(self)
 
     def remove(self) -> bool:
         """Remove the hooks and stop intercepting.
 
         Returns:
-            False if another mode stands above this one; try again once it is gone.
+            False if the mode still stands, below another one; try again once that one is gone.
         """
         self.is_enabled = False
         self._tracker.remove()
-        stack = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-        if not stack or stack[-1] is not self:
-            return False
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        return True
+        return SWITCHBOARD.disconnect(self)
 
-    def __torch_dispatch__(
+    def look(
         self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Run the operator, then look at what it did; what it raises passes through untouched."""
-        kwargs = kwargs or {}
-        if not (self.is_enabled and self._is_looking) or not isinstance(
-            func, torch._ops.OpOverload
-        ):
-            return func(*args, **kwargs)
-        # The number of the node that autograd made for this operator, if it made one.
-        sequence = int(torch._C._autograd._get_sequence_nr()) - 1
-        out = func(*args, **kwargs)
-        self._guarded(lambda: self._look(func, args, kwargs, out, sequence))
-        return out
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        out: Any,
+        sequence: int,
+    ) -> None:
+        """Look at an operator that has run; ``sequence`` numbers its autograd node, if any."""
+        if self.is_enabled and self._is_looking:
+            self._guarded(lambda: self._look(func, args, kwargs, out, sequence))
+
+    def leave_out(self, reason: str, flops: float) -> None:
+        """Count a product that belongs to no model."""
+        self._unseen(reason, flops)
 
     def on_loss(self, loss: CapturedLoss) -> None:
         """Take note of the loss that is about to be differentiated; only the first one counts."""
         if self._record.loss is not None:
+            self._record.loss.backwards += 1
             return
+        loss.group(self._input_size)
         self._record.loss = loss
         if not loss.saturated_count:
             return
@@ -215,7 +211,7 @@ class Interception(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _does_train(self) -> bool:
         """Whether gradients will be asked for; a custom function computes forward without any."""
-        return self._has_gradients or (self._model.training and is_inside_function())
+        return self._has_gradients or (self.model.training and is_inside_function())
 
     def _on_output(self, out: torch.Tensor, site: SiteKey) -> None:
         self._outputs[self._registry.name(out)] = (site, 0)
@@ -302,10 +298,7 @@ def _out_of_the_way() -> Iterator[None]:
 
 
 def _leading_size(inputs: tuple[Any, ...]) -> int | None:
-    """Return the most common first dimension of a model's inputs."""
-    sizes = [
-        leaf.shape[0]
-        for leaf in tree_leaves(inputs)
-        if isinstance(leaf, torch.Tensor) and leaf.ndim
-    ]
+    """Return the most common first dimension of a model's inputs, those in dataclasses included."""
+    leaves = tree_leaves([vars(x) if dataclasses.is_dataclass(x) else x for x in inputs])
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     return max(sorted(set(sizes)), key=sizes.count) if sizes else None

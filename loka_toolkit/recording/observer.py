@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
-from loka_toolkit.numerics.recipes import Scaling
 from loka_toolkit.recording.gradients import example_gradient_squares, gradient_columns
 from loka_toolkit.recording.layers import Layer, OperandSample, SiteErrors, StepRecord
 from loka_toolkit.recording.memory import StaticAmax
@@ -284,21 +283,22 @@ def _cast_columns(factors: Factors, book: ScaleBook, error: Any) -> dict[str, An
         factors.operands,
         (factors.left, factors.right),
         recipe.formats,
+        recipe.scalings,
         contraction_axes(factors),
         strict=True,
     )
-    for operand, x, fmt, axis in sides:
-        scale = book.scale(str(operand), x, fmt, recipe.scaling, axis)
+    for operand, x, fmt, scaling, axis in sides:
+        scale = book.scale(str(operand), x, fmt, scaling, axis)
         if scale is None:
             raise ValueError(f"no scale for {operand} under {recipe.name}")
-        events = book.events(str(operand), x, fmt, recipe.scaling, axis, scale)
+        events = book.events(str(operand), x, fmt, scaling, axis, scale)
         nonzero += events.nonzero
         underflowed += events.underflowed
         saturation = max(saturation, events.saturation_share)
         if events.worst_group is not None and events.worst_group_share > worst_share:
             worst_share = events.worst_group_share
             worst_group = f"{operand}[{events.worst_group.start}:{events.worst_group.stop}]"
-        scales.append(None if recipe.scaling is Scaling.ROWWISE else float(scale))
+        scales.append(float(scale) if scaling.is_per_tensor else None)
     return {
         "underflow_share": underflowed / nonzero if nonzero else 0.0,
         "underflow_share_worst_group": worst_share,

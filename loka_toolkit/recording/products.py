@@ -134,6 +134,11 @@ class Product:
         return None
 
 
+def is_product(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator computes one product."""
+    return func.overloadpacket in _PRODUCTS or func._schema.name.startswith(_INSTALLED_PREFIXES)
+
+
 def product_of(
     func: torch._ops.OpOverload,
     args: tuple[object, ...],

@@ -251,6 +251,10 @@ def _impact(
         slope=units.slope[examples] if known and units.slope is not None else None,
         curvature=units.curvature[examples] if known and units.curvature is not None else None,
         is_log_loss=units.is_log_loss,
+        mean_over=units.mean_over,
+        terms=units.terms,
+        dispersion=units.dispersion,
+        is_residual_loss=units.is_residual_loss,
         saturated=units.saturated_count,
     )
     if layer.logit_rows is not None and terms.slope is not None:

@@ -68,6 +68,15 @@ class ImpactCheck:
     status: str
     reason: str | None
 
+    def __str__(self) -> str:
+        predicted, measured = (
+            "nothing" if value is None else f"{value:.3g}"
+            for value in (self.predicted, self.measured)
+        )
+        return (
+            f"impact of {self.site} under {self.recipe}: predicted {predicted}, measured {measured}"
+        )
+
     @property
     def is_resolved(self) -> bool:
         """Whether the effect exceeds three times its noise."""

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from loka_toolkit.recording.composites import Composite, composite_of
-from loka_toolkit.recording.convolution_calls import ConvolutionCall, convolution_of
-from loka_toolkit.recording.products import Product, product_of
+from loka_toolkit.recording.composites import Composite, composite_of, is_composite
+from loka_toolkit.recording.convolution_calls import ConvolutionCall, convolution_of, is_convolution
+from loka_toolkit.recording.products import Product, is_product, product_of
 
 Work = Product | ConvolutionCall | Composite
 
@@ -23,6 +23,11 @@ def work_of(
         or convolution_of(func, args, out)
         or composite_of(func, args, kwargs, out)
     )
+
+
+def is_work(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator is GEMM-like."""
+    return is_product(func) or is_convolution(func) or is_composite(func)
 
 
 @dataclasses.dataclass(frozen=True)
