@@ -9,10 +9,12 @@ one, where all of them have the same reduction, examples and factor.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loka_toolkit.recording.loss_terms import LOSS_NODES, LossTerms, read_terms
