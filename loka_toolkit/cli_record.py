@@ -15,6 +15,21 @@ from loka_toolkit.errors import ConfigurationError
 
 _MODULE = ("-m", "--module")
 
+HELP = (
+    "Run a training script, unchanged, and record every model that it trains."
+    "\n\n"
+    "Put `loka record` where `python` stands: loka record -o RUN train.py --epochs 3, or "
+    "loka record -o RUN -m package.train --epochs 3. Options of loka come before the script."
+    "\n\n"
+    "Steps are counted at optimizer steps; the loss is read off the graph at backward. The model is "
+    "what is called with gradients and held by an optimizer. Models of different optimizers are "
+    "told apart and recorded to RUN/NAME each; a single one to RUN itself."
+    "\n\n"
+    "What the script prints is left alone; the result comes on stderr. With --json the result is "
+    "all of stdout, and what the script prints goes to stderr. Exits 1 if the script fails, naming "
+    "its own code, or if it trained nothing."
+)
+
 
 class EndsWhereTheScriptBegins(TyperCommand):
     """Leaves everything after the script, or after ``-m MODULE``, to the script, as Python does."""
@@ -42,7 +57,7 @@ class EndsWhereTheScriptBegins(TyperCommand):
 def record(
     program: Annotated[
         list[str] | None,
-        typer.Argument(metavar="SCRIPT [ARGS]...", help="The training script and its arguments."),
+        typer.Argument(metavar="SCRIPT ARGS", help="The training script and its arguments."),
     ] = None,
     module: Annotated[
         str | None, typer.Option(*_MODULE, help="Run a module, as python -m does.")
@@ -67,19 +82,7 @@ def record(
     quiet: Quiet = False,
     force: Force = False,
 ) -> None:
-    """Run a training script, unchanged, and record every model that it trains.
-
-    Put `loka record` where `python` stands: loka record -o RUN train.py --epochs 3, or
-    loka record -o RUN -m package.train --epochs 3. Options of loka come before the script.
-
-    Steps are counted at optimizer steps; the loss is read off the graph at backward. The model is
-    what is called with gradients and held by an optimizer. Models of different optimizers are told
-    apart and recorded to RUN/NAME each; a single one to RUN itself.
-
-    What the script prints is left alone; the result comes on stderr. With --json the result is all
-    of stdout, and what the script prints goes to stderr. Exits 1 if the script fails, naming its
-    own code, or if it trained nothing.
-    """
+    """Parse, run, print what was recorded."""
     from loka_toolkit.recording.schedule import Schedule
     from loka_toolkit.workflows.lines import script_lines
     from loka_toolkit.workflows.record_script import ScriptOptions, record_script

@@ -133,7 +133,8 @@ class Program:
             if passes(error):
                 raise
             sys.stdout.flush()
-            sys.excepthook(type(error), error, _without_us(error.__traceback__))
+            error.__traceback__ = _without_us(error.__traceback__)
+            sys.excepthook(type(error), error, error.__traceback__)
             return Outcome(1, f"raised {type(error).__name__}")
         return None
 
