@@ -247,6 +247,7 @@ def _safe_recipes(cells: Mapping[str, Cell]) -> dict[str, Cell]:
 
 
 def _not_safe(cells: Mapping[str, Cell]) -> Refusal:
+    cells = {name: cell for name, cell in cells.items() if name in _KNOWN} or cells
     unsafe = all(cell.verdict is Verdict.UNSAFE for cell in cells.values())
     pool = [cell for cell in cells.values() if (cell.verdict is Verdict.UNSAFE) == unsafe] or list(
         cells.values()
