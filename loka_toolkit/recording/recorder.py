@@ -308,7 +308,7 @@ class Recorder:
             # The step under way counts: its rows are in this flush.
             status = RunStatus(False, self._step + 1, self._recorded)
         try:
-            self._writer.flush(status, self._events.snapshot(), self._memory.moments)
+            self._writer.flush(status, self._events.snapshot(), self._memory)
         except OSError as error:
             self._is_disabled = True
             self._events.add(
