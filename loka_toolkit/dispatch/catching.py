@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -111,33 +112,30 @@ class ProductMode(TorchFunctionMode):
         """Run the function, its products through their routes."""
         kwargs = kwargs or {}
         route = STATE.route
-        if route is not None and not torch.compiler.is_compiling():
+        module = STATE.module
+        if route is not None and module is not None and not torch.compiler.is_compiling():
             if func in PRODUCT_FUNCTIONS:
-                return _caught(route, STATE.module, func, args, kwargs)
+                return _caught(route, module, func, args, kwargs)
             if func is F.multi_head_attention_forward:
                 with self:
                     return _UNCHECKED_ATTENTION(*args, **kwargs)
         return func(*args, **kwargs)
 
 
-def _unchecked(function: Callable[..., Any]) -> Callable[..., Any]:
+def _unchecked(function: FunctionType) -> FunctionType:
     """Return a function of torch.nn.functional that runs its body where a function mode is on.
 
     Such a function hands itself to the mode as a whole, and what it calls would not be seen.
     """
-    names = {**function.__globals__, "has_torch_function": lambda _: False}  # type: ignore[attr-defined]
-    copied = type(function)(  # type: ignore[call-arg]
-        function.__code__,
-        names,
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,  # type: ignore[attr-defined]
+    names = {**function.__globals__, "has_torch_function": lambda _: False}
+    copied = FunctionType(
+        function.__code__, names, function.__name__, function.__defaults__, function.__closure__
     )
-    copied.__kwdefaults__ = function.__kwdefaults__  # type: ignore[attr-defined]
+    copied.__kwdefaults__ = function.__kwdefaults__
     return copied
 
 
-_UNCHECKED_ATTENTION = _unchecked(F.multi_head_attention_forward)
+_UNCHECKED_ATTENTION = _unchecked(F.multi_head_attention_forward)  # type: ignore[arg-type]
 
 
 def _caught(

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 aten = torch.ops.aten
 
@@ -257,7 +257,12 @@ def _learn(func: Any, args: Any, kwargs: Any, cast_to: torch.dtype | None) -> Pr
     inputs: list[Tensor] = []
     has_gradients = torch.is_grad_enabled()
     try:
-        with torch.inference_mode(False), torch.set_grad_enabled(has_gradients):
+        # Whoever else looks at operators, such as a recorder, is to see none of these.
+        with (
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.set_grad_enabled(has_gradients),
+        ):
             like_args = _without_data(args, inputs, cast_to)
             like_kwargs = {name: _without_data(v, inputs, cast_to) for name, v in kwargs.items()}
             writer = _Writer(inputs)

@@ -29,7 +29,7 @@ STATE = _State()
 
 
 def run_in_frame(
-    module: nn.Module | None,
+    module: nn.Module,
     route: Any,
     new_mode: Callable[[], TorchFunctionMode] | None,
     call: Callable[..., Any],
@@ -49,9 +49,11 @@ def run_in_frame(
     state = STATE
     before = state.module, state.route
     was_on = state.is_on
+    if state.mode is None and new_mode is not None:
+        state.mode = new_mode()
     state.module, state.route = module, route
-    if route is not None and not was_on and new_mode is not None:
-        _switch_on(state, new_mode)
+    if route is not None and not was_on:
+        _switch_on(state)
     elif route is None and was_on:
         _switch_off(state)
     try:
@@ -60,8 +62,8 @@ def run_in_frame(
         state.module, state.route = before
         if state.is_on and not was_on:
             _switch_off(state)
-        elif was_on and not state.is_on and state.mode is not None:
-            _switch_on(state, lambda: state.mode)  # type: ignore[arg-type,return-value]
+        elif was_on and not state.is_on:
+            _switch_on(state)
 
 
 def is_catching() -> bool:
@@ -69,15 +71,15 @@ def is_catching() -> bool:
     return STATE.is_on
 
 
-def _switch_on(state: _State, new_mode: Callable[[], TorchFunctionMode]) -> None:
-    if state.mode is None:
-        state.mode = new_mode()
-    state.mode.__enter__()  # type: ignore[no-untyped-call]
-    state.is_on = True
+def _switch_on(state: _State) -> None:
+    if state.mode is not None:
+        state.mode.__enter__()
+        state.is_on = True
 
 
 def _switch_off(state: _State) -> None:
     """Take the mode off the stack; where another one stands above it, it stays and lets pass."""
-    if torch.overrides._get_current_function_mode() is state.mode and state.mode is not None:
+    top = torch.overrides._get_current_function_mode()  # type: ignore[no-untyped-call]
+    if state.mode is not None and top is state.mode:
         state.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         state.is_on = False

@@ -95,7 +95,8 @@ class Installation:
         hits: dict[str, int] = {}
         misses: dict[str, dict[str, int]] = {}
         for site in self.counts_by_site():
-            hits[site.role] = hits.get(site.role, 0) + site.hits
+            if site.calls:
+                hits[site.role] = hits.get(site.role, 0) + site.hits
             for reason, count in site.misses.items():
                 by_role = misses.setdefault(reason, {})
                 by_role[site.role] = by_role.get(site.role, 0) + count

@@ -62,7 +62,7 @@ class Places:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     names.setdefault(parameter, []).append((_joined(name, attribute), module))
-        parameters = {}
+        parameters: dict[str, Place] = {}
         for parameter, found in names.items():
             owners = [canonical_fqn(name.rpartition(".")[0]) for name, _ in found]
             first, owner = found[0]

@@ -42,7 +42,7 @@ class CaughtModule:
     Attributes:
         module: The module.
         fqn: Its path.
-        groups: The products that may be computed while it runs; those with an entry first.
+        groups: The products that may be computed while it runs.
     """
 
     module: nn.Module
@@ -82,11 +82,15 @@ def plan_routes(resolution: Resolution) -> RoutePlan:
     layers = []
     for module, by_role in resolution.routes:
         layers.append((module, {r: add(e, (e.entry.call,)) for r, e in by_role.items()}))
-    routed = [group for group in resolution.products if group.roles]
+    of_layer = {id(module): slots for module, slots in layers}
+    routed = [group for group in resolution.products if group.roles and group.layer is None]
     groups = []
     for group in routed:
         slots = {role: add(entry, group.calls[role]) for role, entry in group.roles.items()}
         groups.append((group, slots))
+    for group in resolution.products:
+        if group.layer is not None:
+            groups.append((group, of_layer[id(group.layer)]))
     modules = _caught_modules(routed, resolution)
     rows += [CounterRow(caught.fqn, Role.FWD.value, ()) for caught in modules]
     return RoutePlan(tuple(entries), tuple(rows), tuple(layers), tuple(groups), tuple(modules))
@@ -115,9 +119,9 @@ def place_routes(plan: RoutePlan, bank: Bank, device_type: str) -> None:
     classes: dict[type[nn.Module], type[nn.Module]] = {}
     caught = {id(found.module) for found in plan.modules}
     for number, found in enumerate(plan.modules):
-        slots = tuple(s for group in found.groups for s in slots_of.get(id(group), ()))
-        route = _module_route(found, bank, len(plan.entries) + number, slots, made)
-        _give(found.module, route, classes)
+        mine = tuple(s for group in found.groups for s in slots_of.get(id(group), ()))
+        unmatched = len(plan.entries) + number
+        _give(found.module, _module_route(found, bank, unmatched, mine, made), classes)
     followed = ModuleRoute(bank, 0, (), (), {})
     for module in _followed(plan.modules):
         if id(module) not in caught and not isinstance(module, RoutedLinear):
@@ -146,7 +150,7 @@ def _module_route(
     """Return the route of a module; a product with an entry is not one that is left alone."""
     weights: dict[int, tuple[Place, dict[Sizes, ProductRoute | None]]] = {}
     activations: dict[Sizes, ProductRoute | None] = {}
-    for group in found.groups:
+    for group in sorted(found.groups, key=lambda group: not group.roles):
         products = activations
         if group.place is not None:
             products = weights.setdefault(id(group.place.parameter), (group.place, {}))[1]

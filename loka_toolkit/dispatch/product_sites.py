@@ -27,6 +27,9 @@ class SiteGroup:
         roles: The entry that stands for all calls of a role; empty where the table leaves the
             products alone.
         calls: The calls that each role's entry stands for.
+        layer: The nn.Linear whose own products are routed by its class: these are those that the
+            modules around it do with its weight. They are caught where such a module is caught for
+            the sake of others.
     """
 
     place: Place | None
@@ -34,6 +37,7 @@ class SiteGroup:
     runners: tuple[nn.Module, ...]
     roles: Mapping[Role, ResolvedEntry]
     calls: Mapping[Role, tuple[int | str, ...]]
+    layer: nn.Module | None = None
 
 
 def product_mismatch(entry: Entry, places: Places) -> str | None:
@@ -127,6 +131,22 @@ def group_sites(
             )
         )
     return (*groups, *_known_misses(table, places)), tuple(statuses)
+
+
+def layer_groups(
+    routes: Iterable[tuple[nn.Module, Mapping[Role, ResolvedEntry]]], places: Places
+) -> tuple[SiteGroup, ...]:
+    """Return the products that modules around an nn.Linear may do with its weight."""
+    groups = []
+    for layer, roles in routes:
+        entry = next(iter(roles.values())).entry
+        signature = None if entry.weight is None else signature_of(entry)
+        place = None if entry.weight is None else places.parameters.get(entry.weight)
+        if signature is None or place is None:
+            continue
+        runners = tuple(m for m in _runners(entry.fqn, signature, places) if m is not layer)
+        groups.append(SiteGroup(place, signature, runners, roles, {}, layer))
+    return tuple(groups)
 
 
 def _known_misses(table: DispatchTable, places: Places) -> tuple[SiteGroup, ...]:

@@ -26,6 +26,7 @@ from loka_toolkit.dispatch.plans import LINEAR_ROLES
 from loka_toolkit.dispatch.product_sites import (
     SiteGroup,
     group_sites,
+    layer_groups,
     product_mismatch,
     why_not_routable,
 )
@@ -99,6 +100,7 @@ def resolve(
             sites += [miss(r.entry, MissReason.CONFLICT, detail) for _, r in aliases]
     groups, statuses = group_sites(products, table, places)
     sites += statuses
+    groups = (*groups, *layer_groups(routes.values(), places))
     sites += [SiteStatus(m.fqn, m.call, m.role, None, m.reason, m.detail) for m in table.misses]
     sites += _unknown_linears(table, places.modules)
     paths = {id(module): fqn for fqn, module in places.paths}

@@ -88,7 +88,8 @@ def routed_class(plain: type[nn.Module]) -> type[nn.Module]:
         TypeError: If the class or its metaclass forbids it.
     """
     names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
-    made: type[nn.Module] = type(plain)(plain.__name__, (RoutedModule, plain), names)
+    metaclass: Any = type(plain)
+    made: type[nn.Module] = metaclass(plain.__name__, (RoutedModule, plain), names)
     return made
 
 
