@@ -14,9 +14,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loka_toolkit.recording.loss_terms import LOSS_NODES, LossTerms, read_terms
+from loka_toolkit.recording.switchboard import BACKWARD_TAP, SWITCHBOARD
 
 PRODUCT_NODES = frozenset(
     {"AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"}
@@ -230,35 +232,27 @@ class BackwardWatch:
     Args:
         found: Called with what every outermost call revealed.
         report: Called with an internal failure.
+        model: The model: a loss that depends on other recorded models only is passed over.
     """
 
     def __init__(
-        self, found: Callable[[CapturedLoss], None], report: Callable[[Exception], None]
+        self,
+        found: Callable[[CapturedLoss], None],
+        report: Callable[[Exception], None],
+        model: nn.Module | None = None,
     ) -> None:
         self._found = found
         self._report = report
+        self._model = model
         self._handles: list[Any] = []
-        self._original: Callable[..., None] | None = None
-        self._replacement: Callable[..., None] | None = None
 
     def install(self) -> None:
-        """Stand in for ``torch.autograd.backward``."""
-        original = torch.autograd.backward
-
-        @functools.wraps(original)
-        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
-            if self._original is not None and torch._C._current_autograd_node() is None:
-                self._look(tensors, grad_tensors)
-            original(tensors, grad_tensors, *args, **kwargs)
-
-        self._original, self._replacement = original, backward
-        torch.autograd.backward = backward
+        """Begin to look."""
+        BACKWARD_TAP.add(self._look)
 
     def remove(self) -> None:
-        """Restore it, and remove the hooks placed in the graph."""
-        if self._original is not None and torch.autograd.backward is self._replacement:
-            torch.autograd.backward = self._original
-        self._original = None  # where somebody wrapped the wrapper, it only passes on from now on
+        """Look no more, and remove the hooks placed in the graph."""
+        BACKWARD_TAP.remove(self._look)
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -266,6 +260,8 @@ class BackwardWatch:
     def _look(self, tensors: Any, gradients: Any) -> None:
         try:
             with torch.no_grad(), _disable_current_modes():
+                if self._model is not None and not SWITCHBOARD.concerns(self._model, tensors):
+                    return
                 captured = capture(tensors, self._handles.append, gradients)
                 self._found(captured)
                 captured.release()

@@ -34,7 +34,6 @@ def step_row(
     record: StepRecord, rank: int, status: str, reason: str | None, units: LossUnits
 ) -> dict[str, Any]:
     """Return the row of the table ``steps``."""
-    unseen = {name: flops for name, flops in sorted(record.flops_unseen.items())}
     return {
         "step": record.step,
         "rank": rank,
@@ -47,9 +46,17 @@ def step_row(
         "loss_scale": units.loss_scale,
         "seconds_recording": record.seconds,
         "gemm_flops_seen": record.flops_seen,
-        "gemm_flops_unseen": sum(unseen.values()),
-        "unseen_reason": json.dumps(unseen) if unseen else None,
+        "gemm_flops_unseen": sum(record.flops_unseen.values()),
+        "unseen_reason": _by_reason(record.flops_unseen),
+        "gemm_flops_not_judged": sum(record.flops_not_judged.values()),
+        "not_judged_reason": _by_reason(record.flops_not_judged),
+        "gemm_flops_repeated": sum(record.flops_repeated.values()),
+        "repeated_reason": _by_reason(record.flops_repeated),
     }
+
+
+def _by_reason(flops: dict[str, float]) -> str | None:
+    return json.dumps(dict(sorted(flops.items()))) if flops else None
 
 
 def site_rows(record: StepRecord) -> list[dict[str, Any]]:

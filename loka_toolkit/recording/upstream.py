@@ -38,7 +38,10 @@ from loka_toolkit.recording.whatif import PROBE_PRODUCTS, Sample, recipe_errors
 NOT_THIS_STEP = "not followed upstream at this step: sites and recipes take turns"
 _NO_PARAMETER = "reaches no weight of a recorded product and no embedding table"
 
+_OTHER_KIND = "of a kind whose error is not followed upstream"
+
 Reached = ReachedWeight | ReachedTable
+_Products = dict[int | None, tuple[Layer, Any]]
 LayoutOf = Callable[[tuple[int, ...]], RowLayout | str]
 
 
@@ -116,12 +119,17 @@ class Follower:
         nodes = _nodes([root.grad_fn for root in loss.roots if root.grad_fn is not None])
         if nodes is None:
             return "the graph holds custom functions, which are not run twice"
+        numbers = {int(node._sequence_nr()): node for node in nodes if is_followed(node)}
         products = {
-            int(node._sequence_nr()): node
-            for node in nodes
-            if is_followed(node) and int(node._sequence_nr()) in record.by_sequence
+            layer.sequence: (layer, numbers[layer.sequence])
+            for layer in record.layers
+            if layer.sequence in numbers
         }
-        sites = _sites(record, products)
+        for layer in record.layers:
+            for role in (Role.DGRAD, Role.GRAD_A, Role.GRAD_B):
+                if layer.sequence not in products:
+                    record.upstream[layer.site(role)] = GradientColumns(reason=_OTHER_KIND)
+        sites = _sites(products)
         cells = [(site, recipe) for site in sites for recipe in recipes]
         if not cells:
             return None
@@ -131,7 +139,7 @@ class Follower:
         wanted: dict[SiteKey, list[Recipe]] = {}
         for site, recipe in chosen:
             wanted.setdefault(site.key, []).append(recipe)
-        targets = _targets(record, products, nodes, layout_of)
+        targets = _targets(record.step, products, nodes, layout_of)
         active = [site for site in sites if site.key in wanted]
         gradients = _backward(loss, [*targets, *(site.node for site in active)])
         for site in active:
@@ -155,12 +163,9 @@ def _nodes(roots: list[Any]) -> list[Any] | None:
     return list(seen)
 
 
-def _sites(record: StepRecord, products: dict[int, Any]) -> list[_Site]:
+def _sites(products: _Products) -> list[_Site]:
     found = []
-    for layer in record.layers:
-        node = products.get(layer.sequence if layer.sequence is not None else -1)
-        if node is None:
-            continue
+    for layer, node in products.values():
         parameter = layer.forward.parameter_side
         for side, role in (("a", Role.GRAD_A), ("b", Role.GRAD_B)):
             following, number = input_of(node, side)
@@ -172,20 +177,18 @@ def _sites(record: StepRecord, products: dict[int, Any]) -> list[_Site]:
 
 
 def _targets(
-    record: StepRecord, products: dict[int, Any], nodes: list[Any], layout_of: LayoutOf
+    step: int, products: _Products, nodes: list[Any], layout_of: LayoutOf
 ) -> dict[Any, Reached]:
     """Return everything with a parameter, by node."""
     targets: dict[Any, Reached] = {}
-    for sequence, node in products.items():
-        layer = record.by_sequence[sequence]
+    for sequence, (layer, node) in products.items():
         if layer.weight is not None and not layer.has_broadcast_weight:
-            layout = layout_of(layer.leading)
-            seed = record.step * 7919 + sequence
-            targets[node] = ReachedWeight.of(layer, node, layout, seed)
+            seed = step * 7919 + (sequence or 0)
+            targets[node] = ReachedWeight.of(layer, node, layout_of(layer.leading), seed)
     for node in nodes:
         if node.name() in TABLE_NODES:
             width = int(node._input_metadata[0].shape[-1])
-            table = reached_table(node, layout_of, width, record.step)
+            table = reached_table(node, layout_of, width, step)
             if table is not None:
                 targets[node] = table
     return targets
