@@ -142,7 +142,7 @@ class Interception:
         try:
             if loss.saturated_count:
                 self._record.logits_reason = read_logits(self._record, loss, logit)
-            self._observer.follow(self._record, loss, self._layout)
+            self._observer.follow(self.model, self._record, loss, self._layout)
         finally:
             self._is_looking = True
             self._record.seconds += time.perf_counter() - start

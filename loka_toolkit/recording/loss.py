@@ -148,8 +148,8 @@ def capture(
     roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
     captured = CapturedLoss(roots=roots)
     if gradients is not None:
-        is_one = isinstance(gradients, torch.Tensor)
-        captured.root_gradients = (gradients,) if is_one else tuple(gradients)
+        given = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+        captured.root_gradients = tuple(given)
     if len(roots) == 1 and roots[0].numel() == 1:
         captured.total = float(roots[0].detach())
     nodes, bypassing = _walk([root.grad_fn for root in roots if root.grad_fn is not None])

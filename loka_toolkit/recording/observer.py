@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 
 from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
 from loka_toolkit.recording.cross import CrossMoments
@@ -183,11 +184,13 @@ class Observer:
         noted["executions"] += 1
         noted["recompute"] += int(is_recomputed)
 
-    def follow(self, record: StepRecord, loss: CapturedLoss, layout_of: LayoutOf) -> None:
+    def follow(
+        self, model: nn.Module, record: StepRecord, loss: CapturedLoss, layout_of: LayoutOf
+    ) -> None:
         """Follow errors of activations' gradients to the parameters upstream."""
         try:
             record.upstream_reason = self._follower.follow(
-                record, loss, self.settings.recipes, layout_of
+                model, record, loss, self.settings.recipes, layout_of
             )
         except RuntimeError as error:  # what PyTorch refuses to differentiate twice
             record.upstream_reason = f"could not be followed upstream: {error}".splitlines()[0]

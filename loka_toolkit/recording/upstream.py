@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
@@ -38,6 +39,8 @@ from loka_toolkit.recording.whatif import PROBE_PRODUCTS, Sample, recipe_errors
 NOT_THIS_STEP = "not followed upstream at this step: sites and recipes take turns"
 _NO_PARAMETER = "reaches no weight of a recorded product and no embedding table"
 
+_SHARDED = ("FullyShardedDataParallel", "FSDP")
+"""What class names of modules sharded by either FSDP begin with."""
 _OTHER_KIND = "of a kind whose error is not followed upstream"
 
 Reached = ReachedWeight | ReachedTable
@@ -98,6 +101,7 @@ class Follower:
 
     def follow(
         self,
+        model: nn.Module,
         record: StepRecord,
         loss: CapturedLoss,
         recipes: tuple[Recipe, ...],
@@ -106,6 +110,7 @@ class Follower:
         """Fill in ``record.upstream`` for the sites whose turn it is.
 
         Args:
+            model: The model.
             record: The step, its backward about to begin.
             loss: What is about to be differentiated.
             recipes: The recipes.
@@ -116,11 +121,13 @@ class Follower:
         """
         if not self._limit:
             return "not followed upstream: record with upstream_cells"
+        if any(type(module).__name__.startswith(_SHARDED) for module in model.modules()):
+            return "parameters are sharded, and gathered by hooks that may not run twice"
         nodes = _nodes([root.grad_fn for root in loss.roots if root.grad_fn is not None])
         if nodes is None:
             return "the graph holds custom functions, which are not run twice"
         numbers = {int(node._sequence_nr()): node for node in nodes if is_followed(node)}
-        products = {
+        products: _Products = {
             layer.sequence: (layer, numbers[layer.sequence])
             for layer in record.layers
             if layer.sequence in numbers
@@ -258,6 +265,7 @@ def _pushed(
         return 0.0, 0.0
     # In float16 an error may be too small to be carried: bring it near 1, by a power of two.
     factor = 2.0 ** -math.floor(math.log2(largest))
+    found: Any  # typed without the None that allow_unused gives
     with torch.enable_grad():
         found = torch.autograd.grad(
             site.edge,
