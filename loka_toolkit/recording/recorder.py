@@ -254,7 +254,7 @@ class Recorder:
             record.loss,
             lambda message: self._events.add("contradiction", message, record.step, warn=True),
         )
-        self._last_said = said
+        self._last_said = said.as_understood(units.examples)
         if units.saturated_count:
             self._events.add("saturated-examples", record.saturation_note, record.step)
         status, reason = self._judge(record, units)

@@ -102,8 +102,8 @@ def expected(site: str, recipe: str, batch: tuple[torch.Tensor, ...]) -> tuple[f
     delta = torch.cat([change[i].reshape(-1) for i in reached])
     examples = torch.stack(
         [
-            torch.cat([g.reshape(-1) for g in torch.autograd.grad(l, parts, retain_graph=True)])
-            for l in each / ROWS
+            torch.cat([g.reshape(-1) for g in torch.autograd.grad(term, parts, retain_graph=True)])
+            for term in each / ROWS
         ]
     )
     total = examples.sum(0)
