@@ -21,6 +21,14 @@ from torch import nn
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.numerics.recipes import parse_recipe
 
+GRADIENT_RECIPES = (
+    "e4m3/tensorwise/fp32",
+    "e4m3/static/fp32",
+    "e5m2/rowwise/fp32",
+    "e4m3-e5m2/tensorwise/fp32",
+)
+"""Of the recorded recipes, those measured in backward."""
+
 Cell = dict[str, Any]
 
 
@@ -30,7 +38,8 @@ def predicted_gradients(trace: Trace) -> list[Cell]:
     cells: dict[tuple[str, str], list[Cell]] = {}
     for row in trace.errors.to_pylist():
         settled = "static" not in row["recipe"] or row["step"] >= (last + 1) // 2
-        if not row["site"].endswith(":fwd") and settled:
+        wanted = settled and row["recipe"] in GRADIENT_RECIPES
+        if wanted and not row["site"].endswith(":fwd"):
             cells.setdefault((row["site"], row["recipe"]), []).append(row)
     found = []
     for (site, recipe), rows in cells.items():

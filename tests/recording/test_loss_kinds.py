@@ -259,7 +259,7 @@ def test_scaler_and_micro_batches_change_no_unit(
     for row in trace.errors.to_pylist():
         if row["site"] == "inner#0:fwd":
             assert row["impact_first_order"] == pytest.approx(slope, rel=2e-3, abs=1e-8)
-        else:
+        elif not row["site"].endswith(":fwd"):
             assert row["gradient_noise_ratio"] is not None, (row["site"], row["gradient_reason"])
 
 
