@@ -27,7 +27,7 @@ from loka_toolkit.dispatch.decompose import (
     program_of,
     take_apart,
 )
-from loka_toolkit.dispatch.frames import STATE
+from loka_toolkit.dispatch.frames import STATE, is_checkpointed_part
 from loka_toolkit.dispatch.products import ProductRoute, route_product
 
 PRODUCT_FUNCTIONS: frozenset[Any] = frozenset(
@@ -166,6 +166,8 @@ def _understood(
     """Return a call's tensors, what it does, and the dtype to which autocast casts them."""
     if kwargs.get("out") is not None or torch._C._functorch.peek_interpreter_stack() is not None:
         return None, None, None
+    if is_checkpointed_part():
+        return None, None, None
     call = take_apart(func, args, kwargs)
     if call is None or not call.tensors or not all(map(_is_ordinary, call.tensors)):
         return None, None, None
@@ -249,4 +251,4 @@ def _copied_from(tensor: Tensor) -> Tensor | None:
 def _count_unmatched(route: ModuleRoute, values: Any, outcome: Outcome) -> None:
     tensor = next((v for v in values if isinstance(v, Tensor)), None)
     if tensor is not None:
-        route.bank.on(tensor.device).counts[route.unmatched, outcome] += 1
+        route.bank.count(tensor.device, route.unmatched, int(outcome))

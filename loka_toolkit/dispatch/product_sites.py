@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable, Entry, MissReason
@@ -170,6 +171,5 @@ def _runners(fqn: str, signature: Signature, places: Places) -> tuple[nn.Module,
 
 def _is_followed(module: nn.Module) -> bool:
     """Return whether the runtime knows when a module runs, or need not know."""
-    if type(module).__name__ in ("OptimizedModule", "ScriptModule", "RecursiveScriptModule"):
-        return True  # what runs compiled is not caught
-    return never_runs(module) or why_not_wrappable(module) is None
+    is_scripted = isinstance(module, torch.jit.ScriptModule)  # its products are not caught
+    return is_scripted or never_runs(module) or why_not_wrappable(module) is None

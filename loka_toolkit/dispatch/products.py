@@ -154,7 +154,7 @@ def _takes(route: ProductRoute, role: RoleRoute | None, operand: Tensor, tokens:
     outcome = role.outcome(tokens, operand.dtype, operand.device.type)
     if outcome is Outcome.HIT:
         return True
-    route.bank.on(operand.device).counts[role.slot, outcome] += 1
+    route.bank.count(operand.device, role.slot, int(outcome))
     return False
 
 

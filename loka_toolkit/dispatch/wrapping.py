@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,13 +35,11 @@ class RoutedModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, its products being caught."""
-        route = self.loka_route
-        if torch.compiler.is_compiling() or self._compiled_call_impl is not None:
-            if route is not None and route.slots:
-                counts = route.bank.anywhere().counts
-                count_misses(counts, list(route.slots), int(Outcome.ENV))
+        if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        caught = route if route is not None and route.slots else None
+        route = self.loka_route
+        is_caught = route is not None and bool(route.slots) and self._compiled_call_impl is None
+        caught = route if is_caught else None
         return run_in_frame(self, caught, ProductMode, super().__call__, args, kwargs)
 
     def extra_repr(self) -> str:
@@ -87,10 +87,29 @@ def routed_class(plain: type[nn.Module]) -> type[nn.Module]:
     Raises:
         TypeError: If the class or its metaclass forbids it.
     """
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    names = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "forward": _counted_when_compiled(plain),
+    }
     metaclass: Any = type(plain)
     made: type[nn.Module] = metaclass(plain.__name__, (RoutedModule, plain), names)
     return made
+
+
+def _counted_when_compiled(plain: type[nn.Module]) -> Callable[..., Any]:
+    """Return a class's forward, which counts the products that it does not route when compiled."""
+
+    @functools.wraps(plain.forward)
+    def forward(self: RoutedModule, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            route = self.loka_route
+            if route is not None and route.slots:
+                counts = route.bank.anywhere().counts
+                count_misses(counts, list(route.slots), int(Outcome.ENV))
+        return plain.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def plain_class(routed: type[nn.Module]) -> type[nn.Module]:

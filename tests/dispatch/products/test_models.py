@@ -1,4 +1,4 @@
-"""From a record of a model to its products in FP8: every product found, named and computed right."""
+"""From a record of a model to FP8: every product is found, named and computed right."""
 
 from __future__ import annotations
 
