@@ -29,7 +29,7 @@ from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.kernels.contract import Chip, Prepared, Problem, Side
 from loka_toolkit.kernels.reference import PRODUCT_ROLES
 from loka_toolkit.numerics.casting import cast
-from loka_toolkit.numerics.formats import E5M2
+from loka_toolkit.numerics.formats import E4M3, E5M2
 from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling, all_recipes
 from loka_toolkit.numerics.scaling import operand_scale
 
@@ -135,9 +135,10 @@ class TorchScaledMM:
                 f"{self.name} multiplies matrices, one or a batch of them, not tensors of shape "
                 f"{tuple(operand.shape)}"
             )
-        fmt = self.fp8.formats[0 if side is Side.A else 1]
+        which = 0 if side is Side.A else 1
+        fmt = self.fp8.formats[which]
         if scale is None:
-            scale = operand_scale(operand, fmt, self.fp8.scaling, side.value)
+            scale = operand_scale(operand, fmt, self.fp8.scalings[which], side.value)
         stored = cast(operand, fmt, scale)
         if side is Side.A:
             data = _padded(stored, stored.shape[-2], _aligned(stored.shape[-1]))
@@ -210,9 +211,17 @@ class TorchScaledMM:
         )
 
 
+_FORMATS = frozenset({E4M3.name, E5M2.name})
+_SCALINGS = (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.STATIC)
+
+
 def candidates() -> tuple[TorchScaledMM, ...]:
     """Return one candidate per FP8 recipe; ``supports`` says where each exists."""
-    return tuple(TorchScaledMM(recipe) for recipe in all_recipes().values())
+    return tuple(
+        TorchScaledMM(recipe)
+        for recipe in all_recipes().values()
+        if {recipe.format_a, recipe.format_b} <= _FORMATS and recipe.scaling in _SCALINGS
+    )
 
 
 def _cuda_version() -> tuple[int, ...]:

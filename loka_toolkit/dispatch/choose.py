@@ -40,7 +40,6 @@ from loka_toolkit.dispatch.options import (
 )
 from loka_toolkit.dispatch.plans import layer_plan
 from loka_toolkit.dispatch.signatures import BATCH_AXIS, Signature
-from loka_toolkit.numerics.recipes import Scaling
 
 _LAYOUTS = {
     (Role.FWD, True): "row,column",
@@ -236,7 +235,7 @@ def _entry(group: Group, picked: Picked, objective: Objective) -> Entry:
         library=option.candidate.library,
         library_version=version,
         recipe=option.recipe.name,
-        scale_policy=STATIC if option.recipe.scaling is Scaling.STATIC else DYNAMIC,
+        scale_policy=STATIC if option.recipe.has_static_scale else DYNAMIC,
         scale_a=option.scale_a,
         scale_b=option.scale_b,
         fallback=FALLBACK,

@@ -35,7 +35,7 @@ MAX_SCALE_RATIO = 2.0
 """Largest ratio of two calls' static scales that one scale may stand for. Static scales usually
 leave a headroom of 8, and the error of E4M3 hardly changes up to a headroom of 16."""
 
-_KNOWN = all_recipes()
+_KNOWN = {name: recipe for name, recipe in all_recipes().items() if not recipe.is_baseline}
 
 _STATUS_REASONS: dict[Status, MissReason] = {
     Status.WRONG_NUMERICS: MissReason.UNSAFE,
@@ -255,6 +255,7 @@ def _safe_recipes(cells: Mapping[str, Cell]) -> dict[str, Cell]:
 
 
 def _not_safe(cells: Mapping[str, Cell]) -> Refusal:
+    cells = {name: cell for name, cell in cells.items() if name in _KNOWN} or cells
     unsafe = all(cell.verdict is Verdict.UNSAFE for cell in cells.values())
     pool = [cell for cell in cells.values() if (cell.verdict is Verdict.UNSAFE) == unsafe] or list(
         cells.values()
@@ -336,14 +337,22 @@ def _fixed_facts(site: Cell | ReplayRow, weight: str | None) -> str:
 
 
 def _is_static(recipe: Recipe) -> bool:
-    return recipe.scaling is Scaling.STATIC
+    return recipe.has_static_scale
 
 
 def _with_static_scales(option: Option, group: Group, evidence: Evidence) -> Option | Refusal:
-    scales = []
-    formats = (option.recipe.format_a, option.recipe.format_b)
-    operands = GEMM_OPERANDS[(group.role, option.cells[0].weight is not None)]
-    for operand, format_name in zip(operands, formats, strict=True):
+    scales: list[float | None] = []
+    recipe = option.recipe
+    sides = zip(
+        GEMM_OPERANDS[(group.role, option.cells[0].weight is not None)],
+        (recipe.format_a, recipe.format_b),
+        recipe.scalings,
+        strict=True,
+    )
+    for operand, format_name, scaling in sides:
+        if scaling is not Scaling.STATIC:
+            scales.append(None)
+            continue
         found = []
         for call in group.calls:
             entry = evidence.scales.get((f"{group.fqn}#{call}", operand.value))

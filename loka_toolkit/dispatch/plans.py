@@ -62,8 +62,8 @@ def casts_of(role: Role, recipe: Recipe, *, has_parameter: bool = True) -> tuple
     operands = GEMM_OPERANDS[(role, has_parameter)]
     layouts = _LAYOUTS[(role, has_parameter)]
     return (
-        Cast(operands[0], recipe.format_a, recipe.scaling.value, layouts[0]),
-        Cast(operands[1], recipe.format_b, recipe.scaling.value, layouts[1]),
+        Cast(operands[0], recipe.format_a, recipe.scaling_a.value, layouts[0]),
+        Cast(operands[1], recipe.format_b, recipe.scaling_b.value, layouts[1]),
     )
 
 
