@@ -50,11 +50,20 @@ PRODUCT_FUNCTIONS: frozenset[Any] = frozenset(
         torch.Tensor.addmm,
         torch.Tensor.baddbmm,
         torch.Tensor.inner,
+        torch.mv,
+        torch.addmv,
+        torch.dot,
+        torch.Tensor.mv,
+        torch.Tensor.addmv,
+        torch.Tensor.dot,
+        torch.Tensor.addmm_,
+        torch.Tensor.baddbmm_,
+        torch.Tensor.addmv_,
         F.linear,
     }
 )
-"""What is caught. Left alone, and counted by nobody: matrix times vector (mv, dot), bilinear forms,
-convolutions, attention and RNN composites, products into ``out=``, and in-place ones."""
+"""What is caught, in-place products only to be counted. Not seen, as they are never replaced:
+bilinear forms, convolutions, and attention and RNN composites."""
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COPY_NODES = frozenset(
@@ -150,6 +159,8 @@ def _caught(
         found, side = _route_of(route, module, product, call.tensors)
         if found is not None:
             routed[product.step] = _computing(found, side)
+    if program.has_others:
+        _count_unmatched(route, args, Outcome.LAYOUT)
     if not routed:
         return func(*args, **kwargs)
     if cast_to is None:

@@ -23,7 +23,15 @@ from loka_toolkit.dispatch import build_table
 from loka_toolkit.recording import Schedule, record
 
 aten = torch.ops.aten
-FIRST = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+FIRST = {
+    aten.mm.default: 0,
+    aten.bmm.default: 0,
+    aten.mv.default: 0,
+    aten.dot.default: 0,
+    aten.addmm.default: 1,
+    aten.baddbmm.default: 1,
+    aten.addmv.default: 1,
+}
 
 
 class Products(TorchDispatchMode):
@@ -56,7 +64,11 @@ def emulated(ml_product: Callable[..., Any]) -> Iterator[None]:
     """Run inside as if every product of aten were one of operands in E4M3, tensorwise."""
 
     def compute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(ml_product(a, b)).to(a.dtype)
+        left = a[None] if a.ndim == 1 else a
+        right = b[:, None] if b.ndim == 1 else b
+        product = torch.from_numpy(ml_product(left, right)).to(a.dtype)
+        product = product.squeeze(-1) if b.ndim == 1 else product
+        return product.squeeze(-1) if a.ndim == 1 else product
 
     with Products(compute):
         yield
