@@ -128,10 +128,14 @@ def group_sites(
                 signature=signature,
                 runners=_runners(fqn, signature, places),
                 roles=roles,
-                calls={r: tuple(o.entry.call for o in by_role[r]) for r in roles},
+                calls={r: _in_order(o.entry.call for o in by_role[r]) for r in roles},
             )
         )
     return (*groups, *_known_misses(table, places)), tuple(statuses)
+
+
+def _in_order(calls: Iterable[int | str]) -> tuple[int | str, ...]:
+    return tuple(sorted(calls, key=lambda call: (isinstance(call, str), call)))
 
 
 def layer_groups(
