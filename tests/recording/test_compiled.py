@@ -25,9 +25,18 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
+class Layers(nn.Sequential):
+    """PyTorch compiles no module in place whose forward is its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self:
+            x = layer(x)
+        return x
+
+
 def layers() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(13, 7), nn.ReLU(), nn.Linear(7, 1))
+    return Layers(nn.Linear(13, 7), nn.ReLU(), nn.Linear(7, 1))
 
 
 def whole(model: nn.Module) -> nn.Module:
