@@ -48,7 +48,7 @@ NORM_LEVELS = (
 )
 """Probabilities of ``norm_quantiles``: norms of gradient rows have heavy tails, on both sides."""
 
-MARGINAL_OCTAVES = (-40, 24)
+MARGINAL_OCTAVES = (-40, 40)
 """Powers of two between which marginal counts tell magnitudes apart; the outermost bins hold what
 lies beyond, but for magnitudes below 2**-40, which count as zeros."""
 MARGINAL_BINS = 4 * (MARGINAL_OCTAVES[1] - MARGINAL_OCTAVES[0]) + 1
@@ -197,16 +197,16 @@ MOMENTS = TableSchema(
         Column("norm_correlation", _T.FLOAT64, "cross: rank correlation of |g|, |x|", True, 2),
     ),
 )
-"""What replay draws from, late steps weighted more than early ones. A sample is a row of the operand, or where ``sample_rows`` > 1 a whole
-matrix of a batched product; its features are all of its elements. Kinds:
+"""What replay draws from; late steps weigh more than early ones. A sample is a row of the operand
+or, where ``sample_rows`` > 1, a whole matrix of a batched product; its features are its elements.
 
 - ``full``, ``diagonal``: the population covariance of the features, or its diagonal;
 - ``low-rank``: the diagonal, exact, and factors F with F^T F close to the covariance;
-- ``spectrum``, of the last w[O, I]: factors [r, O + I] hold a singular pair each, scaled by the root
-  of the singular value, the signs of both sides random, so that what is kept is w w^T and w^T w;
+- ``spectrum``, of the last w[O, I]: factors [r, O + I] hold a singular pair each, both sides scaled
+  by the root of the singular value and of random sign, so that w w^T and w^T w are kept and no w;
   ``covariance`` and ``row_squares`` are the mean squares of the columns and rows of the rest;
 - ``tied``: b is the transpose of a, and drawn as such;
-- ``cross``: the mean of g x^T over rows: factors [r, O + I] hold the singular pairs.
+- ``cross``: the mean of g x^T over rows: factors [r, O + I] hold its singular pairs.
 """
 
 TABLES: tuple[TableSchema, ...] = (SITES, STEPS, OPERANDS, ERRORS, MOMENTS)

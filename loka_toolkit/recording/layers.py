@@ -10,8 +10,9 @@ import torch
 
 from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
 from loka_toolkit.recording.convolution import Convolution, tokens_at
+from loka_toolkit.recording.cross import CrossMoments
 from loka_toolkit.recording.loss import CapturedLoss
-from loka_toolkit.recording.moments import BatchMoments
+from loka_toolkit.recording.places import Parts, Slots
 from loka_toolkit.recording.products import ForwardOperands
 from loka_toolkit.recording.sampling import RowLayout, SampledRows
 from loka_toolkit.recording.whatif import RecipeError, ScaleBook
@@ -76,6 +77,7 @@ class Layer:
         weight: Name of the parameter multiplied, or None.
         has_broadcast_weight: Whether one parameter serves several products of the batch.
         geometry: Of a convolution.
+        slots: Which products of the batch are of one kind.
         forward_errors: Errors of the forward site; None if no recipe applies.
         gradient_rows: Gradient of the output at the sampled rows, float32 [rows, n].
         logit_rows: Derivative of the examples' logits likewise; only on steps with saturated ones.
@@ -97,6 +99,7 @@ class Layer:
     weight: str | None
     has_broadcast_weight: bool
     geometry: Convolution | None = None
+    slots: Slots = dataclasses.field(default_factory=Slots)
     forward_errors: SiteErrors | None = None
     gradient_rows: torch.Tensor | None = None
     logit_rows: torch.Tensor | None = None
@@ -136,14 +139,14 @@ class OperandSample:
         operand: Its name.
         statistics: Columns of the table ``operands``.
         layer: The layer that multiplied it; None for a norm.
-        moments: Its moments; None for a norm.
+        moments: Its moments by place; None for a norm.
     """
 
     site: SiteKey
     operand: Operand
     statistics: dict[str, Any]
     layer: Layer | None
-    moments: BatchMoments | None
+    moments: Parts | None
 
 
 @dataclasses.dataclass
@@ -157,6 +160,7 @@ class StepRecord:
         site_names: Names of the sites in them.
         site_errors: Errors of gradient sites.
         operands: Operand statistics.
+        cross_moments: What g and x have in common, of layers with a wgrad product.
         loss: Captured loss, or None.
         logits_reason: Why the logits of saturated examples could not be read; None if they were.
         norm_after: FQN of the norm that a forward site feeds.
@@ -175,6 +179,7 @@ class StepRecord:
     site_names: set[str] = dataclasses.field(default_factory=set)
     site_errors: list[SiteErrors] = dataclasses.field(default_factory=list)
     operands: list[OperandSample] = dataclasses.field(default_factory=list)
+    cross_moments: list[tuple[Layer, CrossMoments]] = dataclasses.field(default_factory=list)
     loss: CapturedLoss | None = None
     logits_reason: str | None = None
     norm_after: dict[SiteKey, str] = dataclasses.field(default_factory=dict)

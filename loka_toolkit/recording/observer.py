@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
+from loka_toolkit.recording.cross import CrossMoments
 from loka_toolkit.recording.gradients import example_gradient_squares, gradient_columns
 from loka_toolkit.recording.layers import Layer, OperandSample, SiteErrors, StepRecord
 from loka_toolkit.recording.memory import StaticAmax
-from loka_toolkit.recording.moments import BatchMoments
+from loka_toolkit.recording.places import Slots, joint_parts, operand_parts
 from loka_toolkit.recording.products import (
     Factors,
     ForwardOperands,
@@ -89,6 +90,7 @@ class Observer:
             sampled=sampled,
             book=ScaleBook(self.static.of_layer(key.layer), self.settings.headroom),
             weight=weight,
+            slots=Slots.of(shape.batch, shape.m, layout),
             has_broadcast_weight=weight_tensor is not None
             and weight_tensor.ndim == 3
             and weight_tensor.shape[0] > 1
@@ -97,6 +99,7 @@ class Observer:
         )
         self.note_site(record, key, shape, weight)
         self._note_operands(record, layer, key, factors, (True, True))
+        self._note_joint(record, layer, factors)
         sample = Sample.of(factors, rows=place.rows, columns=None, batch=place.batch)
         layer.forward_errors = self._errors(key, layer, factors, sample, self.exhaustive, shape.n)
         record.layers.append(layer)
@@ -132,6 +135,10 @@ class Observer:
             key, layer, factors, sample, PROBE_PRODUCTS, len(columns) if columns is not None else n
         )
         if factors.role is Role.WGRAD:
+            if factors.a.ndim == 2 and record.nonfinite is None:
+                cross = CrossMoments.of(factors.left, factors.right)
+                if cross is not None:
+                    record.cross_moments.append((layer, cross))
             errors.gradient = gradient_columns(sample, errors.errors)
             if layer.has_broadcast_weight:
                 errors.gradient.reason = (
@@ -253,6 +260,13 @@ class Observer:
                     x = x[0]  # one parameter that serves the whole batch
                 self._add_operand(record, key, operand, x, layer)
 
+    def _note_joint(self, record: StepRecord, layer: Layer, factors: Factors) -> None:
+        if layer.weight is None and factors.a.ndim == 3 and record.nonfinite is None:
+            joint = joint_parts(factors.a, factors.b, self.settings.moments_width, layer.slots)
+            last = record.operands[-1]
+            if last.moments is not None:
+                last.moments.update(joint)
+
     def _add_operand(
         self,
         record: StepRecord,
@@ -269,7 +283,13 @@ class Observer:
                     f"operand {operand} of {key} holds {statistics.nonfinite_count} Inf or NaN"
                 )
                 return
-            moments = BatchMoments.of(x, self.settings.moments_width)
+            moments = operand_parts(
+                operand,
+                x,
+                self.settings.moments_width,
+                layer.slots,
+                has_parameter=layer.weight is not None,
+            )
         record.operands.append(OperandSample(key, operand, dict(vars(statistics)), layer, moments))
 
 

@@ -184,7 +184,7 @@ class Recorder:
 
     @property
     def knows_loss_scale(self) -> bool:
-        """Whether this step's graph told by which factor the loss was multiplied, or none is due."""
+        """Whether the graph told the factor of the loss, or nobody will ask for it."""
         loss = self._record.loss if self._record is not None else None
         return self._record is None or (loss is not None and loss.loss_scale is not None)
 
@@ -308,7 +308,7 @@ class Recorder:
             # The step under way counts: its rows are in this flush.
             status = RunStatus(False, self._step + 1, self._recorded)
         try:
-            self._writer.flush(status, self._events.snapshot(), self._memory.moments)
+            self._writer.flush(status, self._events.snapshot(), self._memory)
         except OSError as error:
             self._is_disabled = True
             self._events.add(

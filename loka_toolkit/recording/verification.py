@@ -69,6 +69,7 @@ class ImpactCheck:
     reason: str | None
 
     def __str__(self) -> str:
+        """Say what was predicted and what measured."""
         predicted, measured = (
             "nothing" if value is None else f"{value:.3g}"
             for value in (self.predicted, self.measured)
