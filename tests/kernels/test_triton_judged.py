@@ -7,6 +7,9 @@ import math
 import pytest
 import torch
 
+for needed in ("triton", "scipy", "pyarrow"):
+    pytest.importorskip(needed)
+
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.harness.judge import judge
@@ -17,8 +20,6 @@ from loka_toolkit.kernels.triton_scaled_mm import TritonScaledMM
 from loka_toolkit.numerics.casting import cast
 from loka_toolkit.numerics.recipes import parse_recipe
 from loka_toolkit.numerics.scaling import operand_scale
-
-pytest.importorskip("triton")
 
 from loka_toolkit.kernels.triton_cast import interpreted
 
