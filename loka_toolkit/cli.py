@@ -21,6 +21,7 @@ from loka_toolkit.cli_options import (
     SafetyArgument,
     Seed,
 )
+from loka_toolkit.cli_record import HELP, EndsWhereTheScriptBegins, record
 from loka_toolkit.cli_table import table_app
 from loka_toolkit.console import emit, guarded, leave
 from loka_toolkit.settings import load_settings
@@ -33,6 +34,12 @@ app = typer.Typer(
     help="Find out, from your own training run, where FP8 is safe and where it pays.",
 )
 app.add_typer(table_app, name="table")
+app.command(
+    "record",
+    help=HELP,
+    cls=EndsWhereTheScriptBegins,
+    context_settings={"allow_interspersed_args": False},
+)(record)
 
 
 def _version(show: bool) -> None:

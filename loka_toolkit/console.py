@@ -9,7 +9,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
@@ -123,6 +123,29 @@ def emit(value: Any, *, as_json: bool, quiet: bool, lines: Sequence[str] = ()) -
     elif not quiet:
         for line in lines:
             print(printable(line))
+
+
+def emit_on_stderr(value: Any, *, as_json: bool, quiet: bool, lines: Sequence[str] = ()) -> None:
+    """Print a result as :func:`emit` does, lines for people on stderr: stdout is a script's."""
+    if as_json:
+        emit(value, as_json=True, quiet=quiet)
+    elif not quiet:
+        for line in lines:
+            print(printable(line), file=sys.stderr)
+
+
+@contextmanager
+def stdout_kept_free() -> Iterator[None]:
+    """Send to stderr what a script, and any process it starts, prints on stdout."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def printable(text: str) -> str:

@@ -153,7 +153,8 @@ def _layer_us(routed: Mapping[Role, Option]) -> float:
     total = sum(_own_time(option) or 0.0 for option in routed.values())
     by_call: dict[int, list[tuple[Cast, float | None]]] = {}
     for role, option in routed.items():
-        cast_a, cast_b = casts_of(role, option.recipe)
+        has_parameter = option.cells[0].weight is not None
+        cast_a, cast_b = casts_of(role, option.recipe, has_parameter=has_parameter)
         for row in option.rows:
             casts = by_call.setdefault(row.call, [])
             casts += [(cast_a, row.cast_a_us), (cast_b, row.cast_b_us)]

@@ -114,6 +114,8 @@ def cast_events(
     fmt: FloatFormat,
     scale: torch.Tensor,
     groups: Sequence[slice] | None = None,
+    *,
+    saturated_from: float | None = None,
 ) -> CastEvents:
     """Count what the cast of ``x`` loses.
 
@@ -122,6 +124,9 @@ def cast_events(
         fmt: The target format.
         scale: Decode scale, broadcastable against ``x``; 1 if it is not scaled.
         groups: Groups of columns; by default 16 consecutive ones, the last group ragged.
+        saturated_from: Magnitude after scaling from which an element counts as saturated; by
+            default where rounding with an unbounded exponent leaves the format. See
+            :func:`loka_toolkit.numerics.scaling.saturation_limit`.
 
     Raises:
         ConfigurationError: If a group is empty, has a stride or lies outside of the columns.
@@ -132,8 +137,11 @@ def cast_events(
     nonzero = finite & (x != 0)
     magnitude = _scaled(x, scale).abs_()
     underflowed = nonzero & (magnitude <= fmt.smallest_subnormal / 2)
-    threshold = fmt.saturation_threshold
-    clipped = magnitude >= threshold if fmt.saturates_at_threshold else magnitude > threshold
+    if saturated_from is not None:
+        clipped = magnitude >= saturated_from
+    else:
+        threshold = fmt.saturation_threshold
+        clipped = magnitude >= threshold if fmt.saturates_at_threshold else magnitude > threshold
     by_column = [_column_counts(flags, columns) for flags in (nonzero, underflowed)]
     counts = torch.stack(by_column).tolist()
     totals = torch.stack([(finite & clipped).sum(), finite.logical_not().sum()]).tolist()

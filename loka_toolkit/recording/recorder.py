@@ -17,7 +17,9 @@ from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES
 from loka_toolkit.numerics.scaling import STATIC_HEADROOM
 from loka_toolkit.recording import rows
+from loka_toolkit.recording.caveats import step_caveats
 from loka_toolkit.recording.claim import claim, release
+from loka_toolkit.recording.eager import EagerStance, has_compiled_code
 from loka_toolkit.recording.events import EventLog
 from loka_toolkit.recording.interception import Interception
 from loka_toolkit.recording.layers import StepRecord
@@ -25,9 +27,9 @@ from loka_toolkit.recording.loss import BackwardWatch
 from loka_toolkit.recording.memory import RunMemory
 from loka_toolkit.recording.modules import ModelNames
 from loka_toolkit.recording.observer import Observer
-from loka_toolkit.recording.operators import INSTALLED_TABLE
 from loka_toolkit.recording.schedule import Schedule
 from loka_toolkit.recording.settings import RecorderSettings
+from loka_toolkit.recording.switchboard import MODE_STAYS
 from loka_toolkit.recording.units import LossUnits, StepFacts, resolve_units, understand_step
 from loka_toolkit.recording.verification import ImpactCheck, LossClosure, verify_impact
 from loka_toolkit.recording.writer import TraceWriter
@@ -65,6 +67,7 @@ class Recorder:
         self._is_disabled = False
         self._interception: Interception | None = None
         self._watch: BackwardWatch | None = None
+        self._stance = EagerStance()
         self._record: StepRecord | None = None
         self._last_said = StepFacts()
         self._left_standing: list[Interception] = []
@@ -89,12 +92,12 @@ class Recorder:
 
         Raises:
             ArtifactExistsError: If the directory is not empty and ``force`` is false.
-            ConfigurationError: If it cannot be written, or if this recorder was opened before, or
-                while another one is open.
+            ConfigurationError: If it cannot be written, if this recorder was opened before, or
+                while another one of the same model or directory is open.
         """
         if self._is_open or self._step:
             raise ConfigurationError("a recorder is opened once; call record() again")
-        claim(self, self.path)
+        claim(self, self.path, self._model)
         try:
             self._writer.open(self._settings.as_config())
             self._is_open = True
@@ -173,6 +176,18 @@ class Recorder:
         self._step += 1
         self._safely(self._begin_step)
 
+    def restart_step(self) -> None:
+        """Forget what was seen since the last step: its gradients will not be used."""
+        if self._is_open:
+            self._safely(self._stop_watching)
+            self._safely(self._begin_step)
+
+    @property
+    def knows_loss_scale(self) -> bool:
+        """Whether the graph told the factor of the loss, or nobody will ask for it."""
+        loss = self._record.loss if self._record is not None else None
+        return self._record is None or (loss is not None and loss.loss_scale is not None)
+
     def verify(
         self, loss_closure: LossClosure, inputs: Sequence[torch.Tensor], **options: Any
     ) -> list[ImpactCheck]:
@@ -191,13 +206,7 @@ class Recorder:
                 self._safely(self._begin_step)
         for check in checks:
             if not check.agrees:
-                self._events.add(
-                    "impact-not-verified",
-                    f"impact of {check.site} under {check.recipe}: predicted "
-                    f"{check.predicted:.3g}, measured {check.measured:.3g}",
-                    self._step,
-                    warn=True,
-                )
+                self._events.add("impact-not-verified", str(check), self._step, warn=True)
         return checks
 
     # One step
@@ -215,27 +224,29 @@ class Recorder:
             said_loss_scale=self._last_said.loss_scale,
             report=self._fail,
         )
-        watch = BackwardWatch(interception.on_loss, self._fail)
+        watch = BackwardWatch(interception.on_loss, self._fail, self._model)
         self._record, self._watch, self._interception = record, watch, interception
+        if has_compiled_code() and not self._names.compiled:
+            self._events.add(
+                "compiled-code",
+                "something was compiled by torch.compile; recorded steps run it eagerly",
+                self._step,
+            )
+        self._stance.install()
         watch.install()
         interception.install()
 
     def _stop_watching(self) -> None:
         watch, interception = self._watch, self._interception
         self._watch = self._interception = self._record = None
+        self._stance.remove()
         if watch is not None:
             watch.remove()
         while self._left_standing and self._left_standing[-1].remove():
             self._left_standing.pop()
         if interception is not None and not interception.remove():
             self._left_standing.append(interception)
-            self._events.add(
-                "mode-not-removed",
-                "another TorchDispatchMode was pushed during a recorded step and still stands; the "
-                "recorder's mode stays below it, switched off, until that one is gone",
-                self._step,
-                warn=True,
-            )
+            self._events.add("mode-not-removed", MODE_STAYS, self._step, warn=True)
 
     def _end_step(self, record: StepRecord, said: StepFacts, start: float) -> None:
         units = resolve_units(
@@ -277,21 +288,8 @@ class Recorder:
                 "nonfinite-step", "steps with Inf or NaN were left out", record.step, warn=True
             )
             return "nonfinite", reason
-        if INSTALLED_TABLE in record.flops_unseen:
-            self._events.add(
-                "installed-table",
-                f"products of a recorded step were {INSTALLED_TABLE}",
-                record.step,
-                warn=True,
-            )
-        elif not record.layers:
-            self._events.add(
-                "nothing-seen",
-                "a recorded step held no product that could be recorded; was the model called, "
-                "with gradients, and not compiled?",
-                record.step,
-                warn=True,
-            )
+        for kind, message in step_caveats(record):
+            self._events.add(kind, message, record.step, warn=True)
         return "recorded", None
 
     def _add_sites(self, record: StepRecord) -> None:
@@ -310,7 +308,7 @@ class Recorder:
             # The step under way counts: its rows are in this flush.
             status = RunStatus(False, self._step + 1, self._recorded)
         try:
-            self._writer.flush(status, self._events.snapshot(), self._memory.moments)
+            self._writer.flush(status, self._events.snapshot(), self._memory)
         except OSError as error:
             self._is_disabled = True
             self._events.add(
@@ -322,12 +320,12 @@ class Recorder:
             )
 
     def _close(self) -> None:
+        schedule, seen = self._settings.schedule, range(self._step)
         if self._step == 0:
             self._events.add(
                 "no-step", "step() was never called, so nothing was recorded", warn=True
             )
-        elif self._recorded == 0 and not self._is_disabled and not self._was_ever_active():
-            schedule = self._settings.schedule
+        elif not (self._recorded or self._is_disabled or any(map(schedule.is_active, seen))):
             self._events.add(
                 "schedule-never-active",
                 f"the schedule was never active in {self._step} steps ({schedule}), so nothing was "
@@ -340,9 +338,6 @@ class Recorder:
         self._flush(closed=True)
         if not self._is_disabled:
             self._writer.compact()
-
-    def _was_ever_active(self) -> bool:
-        return any(self._settings.schedule.is_active(step) for step in range(self._step))
 
     def _last_words(self) -> None:
         """After a failed write, try to leave a manifest that says so."""

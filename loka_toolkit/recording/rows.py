@@ -33,7 +33,6 @@ def step_row(
     record: StepRecord, rank: int, status: str, reason: str | None, units: LossUnits
 ) -> dict[str, Any]:
     """Return the row of the table ``steps``."""
-    unseen = {name: flops for name, flops in sorted(record.flops_unseen.items())}
     return {
         "step": record.step,
         "rank": rank,
@@ -46,9 +45,17 @@ def step_row(
         "loss_scale": units.loss_scale,
         "seconds_recording": record.seconds,
         "gemm_flops_seen": record.flops_seen,
-        "gemm_flops_unseen": sum(unseen.values()),
-        "unseen_reason": json.dumps(unseen) if unseen else None,
+        "gemm_flops_unseen": sum(record.flops_unseen.values()),
+        "unseen_reason": _by_reason(record.flops_unseen),
+        "gemm_flops_not_judged": sum(record.flops_not_judged.values()),
+        "not_judged_reason": _by_reason(record.flops_not_judged),
+        "gemm_flops_repeated": sum(record.flops_repeated.values()),
+        "repeated_reason": _by_reason(record.flops_repeated),
     }
+
+
+def _by_reason(flops: dict[str, float]) -> str | None:
+    return json.dumps(dict(sorted(flops.items()))) if flops else None
 
 
 def site_rows(record: StepRecord) -> list[dict[str, Any]]:
@@ -244,6 +251,10 @@ def _impact(
         slope=units.slope[examples] if known and units.slope is not None else None,
         curvature=units.curvature[examples] if known and units.curvature is not None else None,
         is_log_loss=units.is_log_loss,
+        mean_over=units.mean_over,
+        terms=units.terms,
+        dispersion=units.dispersion,
+        is_residual_loss=units.is_residual_loss,
         saturated=units.saturated_count,
     )
     if layer.logit_rows is not None and terms.slope is not None:

@@ -31,7 +31,13 @@ from loka_toolkit.numerics.metrics import (
     product_error,
 )
 from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling
-from loka_toolkit.numerics.scaling import block_amax, decode_scale, finite_amax, mx_scale
+from loka_toolkit.numerics.scaling import (
+    block_amax,
+    decode_scale,
+    finite_amax,
+    mx_scale,
+    saturation_limit,
+)
 from loka_toolkit.recording.products import Factors
 
 PROBE_PRODUCTS = 1 << 18
@@ -205,7 +211,8 @@ class ScaleBook:
         if key not in self._events:
             block = contraction_block(scaling, _side(axis))
             by_element = scale if block is None else spread(scale, block, x.shape)
-            self._events[key] = cast_events(x, fmt, by_element)
+            limit = saturation_limit(fmt, scaling)
+            self._events[key] = cast_events(x, fmt, by_element, saturated_from=limit)
         return self._events[key]
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
         CandidateState,
         EnvironmentDescription,
     )
+    from loka_toolkit.workflows.record_script import ScriptSummary
     from loka_toolkit.workflows.summaries import (
         MapSummary,
         ReplaySummary,
@@ -54,6 +55,17 @@ def trace_lines(summary: TraceSummary) -> list[str]:
         f"event      {event.kind} (x{event.count}): {event.message}" for event in summary.events
     ]
     return lines
+
+
+def script_lines(summary: ScriptSummary) -> list[str]:
+    """Return what was recorded of a script as lines."""
+    lines = []
+    for model in summary.models:
+        lines += [f"model      {model.name} ({model.type})"]
+        lines += [f"note       {note}" for note in model.notes]
+        if model.trace is not None:
+            lines += trace_lines(model.trace)
+    return lines + [f"failure    {failure}" for failure in summary.failures]
 
 
 def map_lines(summary: MapSummary, safety: SafetyMap, limit: int = 12) -> list[str]:

@@ -1,4 +1,4 @@
-"""One recorder is open at a time, and whatever happens it leaves PyTorch as it found it."""
+"""A model and a directory have one open recorder, which leaves PyTorch as it found it."""
 
 from __future__ import annotations
 
@@ -44,13 +44,12 @@ def opens_again(model: nn.Module, path) -> bool:
     return Trace.open(path).steps.num_rows == 1
 
 
-def test_a_second_recorder_is_refused_and_the_first_goes_on(tmp_path, model):
-    other = nn.Linear(5, 3)
+def test_a_second_recorder_of_the_model_is_refused_and_the_first_goes_on(tmp_path, model):
     with record(model, tmp_path / "a", schedule=Schedule.always()) as first:
         train(model, first)
         with (
             pytest.raises(ConfigurationError, match=r"close it first.*one recorder") as caught,
-            record(other, tmp_path / "b"),
+            record(model, tmp_path / "b"),
         ):
             pass
         assert str(tmp_path / "a") in str(caught.value)
@@ -60,7 +59,17 @@ def test_a_second_recorder_is_refused_and_the_first_goes_on(tmp_path, model):
     assert opens_again(model, tmp_path / "b")
 
 
-def test_two_recorders_in_one_with_statement(tmp_path, model):
+def test_a_part_of_an_open_model_is_refused_and_so_is_its_directory(tmp_path, model):
+    with record(model, tmp_path / "a", schedule=Schedule.always()) as first:
+        with pytest.raises(ConfigurationError, match=r"shares parameter 0.weight .*\(weight\)"):
+            record(model[0], tmp_path / "b").__enter__()
+        with pytest.raises(ConfigurationError, match="one directory"):
+            record(nn.Linear(5, 3), tmp_path / "sub" / ".." / "a", force=True).__enter__()
+        train(model, first)
+    assert Trace.open(tmp_path / "a").steps.num_rows == 1
+
+
+def test_two_recorders_of_one_model_in_one_with_statement(tmp_path, model):
     with (
         pytest.raises(ConfigurationError, match="still open"),
         record(model, tmp_path / "a", schedule=Schedule.always()) as first,
