@@ -103,7 +103,8 @@ def latent_correlation(covariance: Vector, coefficients: list[Vector]) -> Vector
 
     Where the series cannot reach it, the nearest of -1 and 1; 0 where a feature is constant.
     """
-    scale = np.sqrt(np.maximum(np.diag(covariance), np.finfo(np.float64).tiny))
+    constant = np.diag(covariance) <= 0
+    scale = np.sqrt(np.where(constant, np.inf, np.diag(covariance)))
     terms = [(c / scale).astype(np.float32) for c in coefficients[1:]]
     target = (covariance / np.outer(scale, scale)).astype(np.float32)
     low, high = np.full_like(target, -1.0), np.ones_like(target)
@@ -116,7 +117,6 @@ def latent_correlation(covariance: Vector, coefficients: list[Vector]) -> Vector
         below = total < target
         low, high = np.where(below, rho, low), np.where(below, high, rho)
     rho = ((low + high) / 2).astype(np.float64)
-    constant = np.diag(covariance) <= 0
     rho[constant] = 0.0
     rho[:, constant] = 0.0
     np.fill_diagonal(rho, 1.0)

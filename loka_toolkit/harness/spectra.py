@@ -18,9 +18,9 @@ from loka_toolkit.harness.features import Vector, vector
 from loka_toolkit.harness.normal import tensor_of
 
 DITHER = 1 / 8
-"""Width of the uniform factor's logarithm with which every element is dithered: one step of E4M3
-at the bottom of an octave. A weight has one phase within its rounding interval, which training moves;
-where few weights matter (one output), a draw must not repeat the phase of the last recorded step."""
+"""Width of the uniform logarithm by which elements are dithered: one step of E4M3 at the bottom of an
+octave. A weight has one phase within its rounding interval, and training moves it: where few weights
+matter (one output), a draw must not repeat the phase of the last recorded step."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,13 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 
 from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
 from loka_toolkit.recording.cross import CrossMoments
 from loka_toolkit.recording.gradients import example_gradient_squares, gradient_columns
 from loka_toolkit.recording.layers import Layer, OperandSample, SiteErrors, StepRecord
+from loka_toolkit.recording.loss import CapturedLoss
 from loka_toolkit.recording.memory import StaticAmax
 from loka_toolkit.recording.places import Slots, joint_parts, operand_parts
 from loka_toolkit.recording.products import (
@@ -23,6 +25,7 @@ from loka_toolkit.recording.products import (
 from loka_toolkit.recording.sampling import RowLayout, Sampler
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.statistics import operand_statistics
+from loka_toolkit.recording.upstream import Follower, LayoutOf
 from loka_toolkit.recording.views import ForwardView
 from loka_toolkit.recording.whatif import (
     EXHAUSTIVE_PRODUCTS,
@@ -54,6 +57,7 @@ class Observer:
         """Make the sampler."""
         settings = self.settings
         self._sampler = Sampler(settings.seed, settings.max_rows, settings.max_columns)
+        self._follower = Follower(settings.upstream_cells)
 
     def forward(
         self,
@@ -179,6 +183,17 @@ class Observer:
         noted = self._add_site(record, key, row)
         noted["executions"] += 1
         noted["recompute"] += int(is_recomputed)
+
+    def follow(
+        self, model: nn.Module, record: StepRecord, loss: CapturedLoss, layout_of: LayoutOf
+    ) -> None:
+        """Follow errors of activations' gradients to the parameters upstream."""
+        try:
+            record.upstream_reason = self._follower.follow(
+                model, record, loss, self.settings.recipes, layout_of
+            )
+        except RuntimeError as error:  # what PyTorch refuses to differentiate twice
+            record.upstream_reason = f"could not be followed upstream: {error}".splitlines()[0]
 
     def norm(
         self, record: StepRecord, key: SiteKey, op: str, x: torch.Tensor, y: torch.Tensor

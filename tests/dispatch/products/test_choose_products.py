@@ -1,4 +1,4 @@
-"""Choosing for products that are not those of an nn.Linear: by what they are known when they run."""
+"""Choosing for products that are not those of an nn.Linear, by what they are known."""
 
 from __future__ import annotations
 
