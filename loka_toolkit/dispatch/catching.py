@@ -101,6 +101,7 @@ class ModuleRoute:
         bank: Counters and scales.
         unmatched: Row of the counters for products of which the table does not know.
         slots: Rows of the counters of every entry here.
+        own_slots: Those of entries that are counted here where the module runs compiled.
         weights: Products with a parameter.
         activations: Route by (M, N, K) of products of two activations; None likewise.
     """
@@ -108,6 +109,7 @@ class ModuleRoute:
     bank: Bank
     unmatched: int
     slots: tuple[int, ...]
+    own_slots: tuple[int, ...]
     weights: tuple[WeightRoutes, ...]
     activations: Mapping[Sizes, ProductRoute | None]
 
@@ -207,9 +209,14 @@ def _route_of(
     """Return the route of a product and the side of its parameter; count it if it is not known."""
     sides = [("b", product.source_b), ("a", product.source_a)]
     shown = [(side, tensors[source]) for side, source in sides if source is not None]
+    is_parameter = False
     for side, tensor in shown:
+        parameter = _parameter_shown(tensor, route, module)
+        if parameter is None:
+            continue
+        is_parameter = True
         for weight in route.weights:
-            if _shows(tensor, weight.owner._parameters.get(weight.attribute)):
+            if weight.owner._parameters.get(weight.attribute) is parameter:
                 outputs = product.m if side == "a" else product.n
                 sizes = (outputs, product.k, product.batch)
                 if sizes in weight.products:
@@ -217,31 +224,27 @@ def _route_of(
                 _count_unmatched(route, tensors, Outcome.SHAPE)
                 return None, None
     sizes = (product.m, product.n, product.k)
-    if sizes in route.activations and not any(_is_parameter(x, module) for _, x in shown):
+    if sizes in route.activations and not is_parameter:
         return route.activations[sizes], None
     _count_unmatched(route, tensors, Outcome.SHAPE)
     return None, None
 
 
-def _shows(tensor: Tensor, parameter: Tensor | None) -> bool:
-    """Return whether a tensor shows a parameter's elements, in its memory or in a copy of them."""
-    if parameter is None:
-        return False
-    if tensor is parameter or tensor._base is parameter:
-        return True
-    if tensor.untyped_storage()._cdata == parameter.untyped_storage()._cdata:
-        return True
-    return _copied_from(tensor) is parameter
-
-
-def _is_parameter(tensor: Tensor, module: nn.Module) -> bool:
-    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-        return True
-    if isinstance(_copied_from(tensor), nn.Parameter):
-        return True
-    storage = tensor.untyped_storage()._cdata
-    mine = module._parameters.values()
-    return any(p is not None and p.untyped_storage()._cdata == storage for p in mine)
+def _parameter_shown(tensor: Tensor, route: ModuleRoute, module: nn.Module) -> Tensor | None:
+    """Return the parameter whose elements a tensor shows, in memory or in a copy, or None."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    if isinstance(tensor._base, nn.Parameter):
+        return tensor._base
+    if tensor.grad_fn is not None:
+        leaf = _copied_from(tensor)
+        return leaf if isinstance(leaf, nn.Parameter) else None
+    storage = tensor.untyped_storage()._cdata  # no trail: a leaf, detached, or without gradients
+    routed = (weight.owner._parameters.get(weight.attribute) for weight in route.weights)
+    for parameter in (*routed, *module._parameters.values()):
+        if parameter is not None and parameter.untyped_storage()._cdata == storage:
+            return parameter
+    return None
 
 
 def _copied_from(tensor: Tensor) -> Tensor | None:

@@ -11,6 +11,7 @@ by operator, except that a product can be computed by something else.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -175,6 +176,7 @@ def cast_as_autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _PROGRAMS: dict[tuple[Any, ...], Program | None] = {}
+_LOCK = threading.Lock()
 
 
 def program_of(
@@ -198,11 +200,12 @@ def program_of(
     """
     key = (call.key, cast_to)
     if key in _PROGRAMS:
-        return _PROGRAMS[key]
-    if len(_PROGRAMS) >= MOST_PROGRAMS:
-        _PROGRAMS.pop(next(iter(_PROGRAMS)), None)
+        return _PROGRAMS.get(key)
     program = _learn(func, args, kwargs, cast_to)
-    _PROGRAMS[key] = program
+    with _LOCK:
+        if len(_PROGRAMS) >= MOST_PROGRAMS:
+            _PROGRAMS.pop(next(iter(_PROGRAMS)))
+        _PROGRAMS[key] = program
     return program
 
 

@@ -61,8 +61,16 @@ def product_mismatch(entry: Entry, places: Places) -> str | None:
     )
 
 
-def why_not_routable(entry: Entry, places: Places) -> str | None:
-    """Return None if the product of an entry can be caught, else one clause that says why not."""
+def why_not_routable(
+    entry: Entry, places: Places, unfollowed: dict[nn.Module, str | None]
+) -> str | None:
+    """Return None if the product of an entry can be caught, else one clause that says why not.
+
+    Args:
+        entry: The entry.
+        places: The parts of the model.
+        unfollowed: What was found of each module already; filled here.
+    """
     if entry.weight is None and entry.token_axis != BATCH_AXIS:
         return "the entry does not name the parameter it multiplies; build the table again"
     signature = signature_of(entry)
@@ -71,20 +79,23 @@ def why_not_routable(entry: Entry, places: Places) -> str | None:
     module = places.innermost(entry.fqn)
     if module is None:
         return "its path is ambiguous"
+    if not never_runs(module) and (why := why_not_wrappable(module)) is not None:
+        return why
     runners = _runners(entry.fqn, signature, places)
     if not runners:
         return "no module runs it"
-    if not never_runs(module):
-        why = why_not_wrappable(module)
-        if why is not None:
-            return why
     for runner in runners:
-        for name, inner in runner.named_modules():
-            if has_products(inner) and not _is_followed(inner):
-                return (
-                    f"what {name or 'it'} multiplies could not be told from its own: "
-                    f"{why_not_wrappable(inner)}"
-                )
+        if runner not in unfollowed:
+            unfollowed[runner] = _why_not_followed(runner)
+    return next((why for r in runners if (why := unfollowed[r]) is not None), None)
+
+
+def _why_not_followed(runner: nn.Module) -> str | None:
+    """Return why the products of what is inside of a module cannot be told from its own."""
+    for name, inner in runner.named_modules():
+        if has_products(inner) and not _is_followed(inner):
+            why = why_not_wrappable(inner)
+            return f"what {name or 'it'} multiplies could not be told from its own: {why}"
     return None
 
 

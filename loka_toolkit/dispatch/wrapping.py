@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import dataclasses
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -110,9 +112,9 @@ def _framed(plain: type[nn.Module]) -> Callable[..., Any]:
     def forward(self: RoutedModule, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():
             route = self.loka_route
-            if route is not None and route.slots:
+            if route is not None and route.own_slots:
                 counts = route.bank.anywhere().counts
-                count_misses(counts, list(route.slots), int(Outcome.ENV))
+                count_misses(counts, list(route.own_slots), int(Outcome.ENV))
         elif STATE.module is not self:
             run = plain.forward.__get__(self)
             return run_in_frame(self, self._caught(), ProductMode, run, args, kwargs)
@@ -136,6 +138,15 @@ def why_not_wrappable(module: nn.Module) -> str | None:
         return f"the module is a {plain.__name__}, compiled by TorchScript"
     if isinstance(module, RoutedModule | RoutedLinear):
         return None
+    if plain not in _WHY_NOT:
+        _WHY_NOT[plain] = _why_no_subclass(plain)
+    return _WHY_NOT[plain]
+
+
+_WHY_NOT: weakref.WeakKeyDictionary[type[nn.Module], str | None] = weakref.WeakKeyDictionary()
+
+
+def _why_no_subclass(plain: type[nn.Module]) -> str | None:
     try:
         probe = object.__new__(plain)
         probe.__class__ = routed_class(plain)
@@ -176,7 +187,7 @@ def _copied_route(route: ModuleRoute, memo: dict[int, Any]) -> ModuleRoute:
         WeightRoutes(copy.deepcopy(weight.owner, memo), weight.attribute, weight.products)
         for weight in route.weights
     )
-    return ModuleRoute(route.bank, route.unmatched, route.slots, weights, route.activations)
+    return dataclasses.replace(route, weights=weights)
 
 
 def _without_route(part: Any) -> Any:

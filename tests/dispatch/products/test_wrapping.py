@@ -197,6 +197,34 @@ def test_compiled_calls_run_the_original_precision_and_are_counted(made, walk, b
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_a_compiled_product_is_counted_once_though_several_modules_may_catch_it(made, walk):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.attention = nn.MultiheadAttention(12, 2)
+
+        def forward(self, x):
+            return self.attention(x, x, x)[0]
+
+    torch._dynamo.reset()
+    model = nn.Sequential(Attention())
+    entries = (
+        *walk.entries("0.attention", "0.attention.in_proj_weight", (36, 12)),
+        *walk.entries("0.attention.out_proj", "0.attention.out_proj.weight", (12, 12)),
+    )
+    x = torch.randn(7, 3, 12)
+    with install(model, made.table_of(*entries)) as installation:
+        model(x)
+        assert installation.counts().hits["fwd"] == 2
+        torch.compile(model, backend="eager")(x)
+        counts = installation.counts()
+    assert counts.misses["env"] == dict.fromkeys(("fwd", "dgrad", "wgrad"), 2)
+    assert counts.hits["fwd"] == 2
+    assert counts.misses["shape"] == {"fwd": 2}, "two products of activations are in no table"
+    torch._dynamo.reset()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # Dynamo reads it
 def test_a_compiled_module_inside_of_an_eager_one_is_not_caught(made, walk):
     torch._dynamo.reset()
