@@ -180,7 +180,8 @@ def _latest_rows(table: pa.Table) -> dict[tuple[str, str, int, int], _Found]:
     """Moments accumulate, so of each rank, place and width the row of most samples counts.
 
     Returns:
-        By layer, operand, width and rows of a sample: (slots, slot, rank) -> (count, row of the table).
+        By layer, operand, width and rows of a sample: (slots, slot, rank) -> (count, row of the
+        table).
     """
     names = ("rank", "site", "operand", "width", "sample_rows", "slots", "slot", "count")
     best: dict[tuple[str, str, int, int], _Found] = defaultdict(dict)

@@ -7,6 +7,7 @@ seeds; where a method is approximate, the tolerance says how far.
 from __future__ import annotations
 
 import math
+
 import numpy as np
 import pytest
 import torch

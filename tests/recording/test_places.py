@@ -124,7 +124,7 @@ class Heads(nn.Module):
         self.head = nn.Linear(5 * 8 + 25, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, tokens, width = x.shape
+        rows, tokens, _ = x.shape
         q, k = self.project(x).chunk(2, dim=-1)
         q, k = (
             t.reshape(rows, tokens, 2, 4).transpose(1, 2).reshape(-1, tokens, 4) for t in (q, k)
