@@ -37,7 +37,7 @@ ALIGNMENT = 16
 FP8_CAPABILITY = (8, 9)
 CUBLAS_ROWWISE_CAPABILITY = (9, 0)
 CUBLAS_ROWWISE_CUDA = (12, 9)
-LARGEST_BATCH, LARGEST_CUDA_BATCH = 1024, 64
+LARGEST_BATCH, LARGEST_CUDA_BATCH = 1024, 16
 """Products of a batch at most, on a CPU and on CUDA, where each is a kernel launch."""
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 

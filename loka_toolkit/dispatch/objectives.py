@@ -63,7 +63,7 @@ def predicted_fastest(options: Mapping[Role, tuple[Option, ...]], predict: Predi
     for role, found in options.items():
         if any(cell.batch > 1 for cell in found[0].cells):
             detail = (
-                "the roofline tells nothing of a batch of products, which kernels do one by one"
+                "the roofline says nothing of a batch, which some kernels compute one by one"
             )
             passed[role] = Refusal(MissReason.NOT_FASTER, detail)
             continue
