@@ -7,14 +7,12 @@ seeds; where a method is approximate, the tolerance says how far.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from scipy import stats
 
-from loka_toolkit.harness import spectra
 from loka_toolkit.harness.cross import CrossMoments, CrossSampler, inverse_second_moment
 from loka_toolkit.harness.directions import DirectionSampler, direction_scales
 from loka_toolkit.harness.features import FeatureMoments, decode, pooled
@@ -202,8 +200,7 @@ def test_zero_gradients_stay_zero() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 64), (13, 39), (64, 13), (117, 1)])
-def test_weights_have_both_recorded_grams(shape: tuple[int, int], monkeypatch: Any) -> None:
-    monkeypatch.setattr(spectra, "DITHER", 0.0)
+def test_weights_have_both_recorded_grams(shape: tuple[int, int]) -> None:
     torch.manual_seed(1)
     weight = torch.randn(shape) * torch.exp(torch.randn(shape[1]))
     found = Spectrum.of(weight, seed=0)
@@ -223,14 +220,6 @@ def test_weights_have_both_recorded_grams(shape: tuple[int, int], monkeypatch: A
         assert float((first - second).norm() / weight.norm()) > 0.1
     with pytest.raises(ValueError, match="rows of a weight"):
         sampler.sample(shape[0] + 1, generator())
-
-
-def test_dither_moves_phases_and_little_else() -> None:
-    moments = SpectrumMoments(np.ones((1, 1)), np.ones((1, 5000)), np.zeros(1), np.zeros(5000))
-    drawn = SpectrumSampler(moments, CPU).sample(1, generator()).abs()
-    logs = drawn.log()
-    assert float(logs.abs().max()) <= spectra.DITHER / 2 + 1e-6
-    assert float(logs.std()) == pytest.approx(spectra.DITHER / math.sqrt(12), rel=0.05)
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,7 @@ def test_decay_is_the_square_of_the_steps_number():
     assert step_decay(5, 5) == 1.0
     # Twenty early steps and two late ones: the late ones are the trained model.
     weights = [1.0]
-    for last, step in [*zip(range(19), range(1, 20)), (19, 1019), (1019, 2019)]:
+    for last, step in [*zip(range(19), range(1, 20), strict=True), (19, 1019), (1019, 2019)]:
         weights = [w * step_decay(last, step) for w in weights] + [1.0]
     assert sum(weights[:20]) / sum(weights) < 0.001
 

@@ -40,6 +40,21 @@ def test_kinds_of_products(products, rows, layout, expected):
     assert Slots.of(products, rows, layout) == expected
 
 
+@pytest.mark.parametrize(
+    ("products", "leading", "expected"),
+    [
+        (128, (64, 2, 21), Slots(2)),
+        (128, (2, 64, 21), Slots(2, alternate=False)),
+        (64, (64, 1, 21), Slots()),
+        (128, (128, 21), Slots()),
+        (640, (64, 2, 5, 21), Slots()),
+        (100, (64, 2, 21), Slots()),
+    ],
+)
+def test_kinds_of_products_where_the_examples_are_not_known(products, leading, expected):
+    assert Slots.of(products, 21, None, leading) == expected
+
+
 def test_products_are_split_by_kind():
     x = torch.arange(6.0).reshape(6, 1, 1)
     assert [p.flatten().tolist() for p in Slots(2).split(x)] == [[0, 2, 4], [1, 3, 5]]
@@ -109,7 +124,7 @@ class Heads(nn.Module):
         self.head = nn.Linear(5 * 8 + 25, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        rows, tokens, width = x.shape
+        rows, tokens, _ = x.shape
         q, k = self.project(x).chunk(2, dim=-1)
         q, k = (
             t.reshape(rows, tokens, 2, 4).transpose(1, 2).reshape(-1, tokens, 4) for t in (q, k)
