@@ -3,8 +3,8 @@
 Click models with hard inputs are trained on generated logs and recorded at the end. Afterwards,
 with training going on, the operands of every product are copied whole at later steps, which the
 moments have not seen, and its errors are averaged over steps and seeds. The same errors on operands
-drawn from the trace, of the same shapes, are averaged over draws and seeds. A cell is a product of a
-model under a recipe; its deviation is |drawn / true - 1|. Accumulation is exact, so that what is
+drawn from the trace, of the same shapes, are averaged over draws and seeds. A cell is a product of
+a model under a recipe; its deviation is |drawn / true - 1|. Accumulation is exact, so that what is
 compared is what inputs decide. The last line printed is one JSON object.
 """
 

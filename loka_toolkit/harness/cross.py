@@ -96,10 +96,16 @@ class CrossMoments:
 
     @classmethod
     def pooled(cls, parts: Sequence[CrossMoments]) -> CrossMoments:
-        """Return the mean over ranks."""
-        share = 1 / len(parts)
+        """Return the mean over ranks, each on the side of the first; see the recorder's."""
+        first, share = parts[0], 1 / len(parts)
+        sides = [
+            -share
+            if np.sum((first.left @ part.left.T) * (first.right @ part.right.T)) < 0
+            else share
+            for part in parts
+        ]
         return cls(
-            np.concatenate([part.left * share for part in parts]),
+            np.concatenate([part.left * side for part, side in zip(parts, sides, strict=True)]),
             np.concatenate([part.right for part in parts]),
             float(np.mean([part.product_square for part in parts])),
             float(np.mean([part.norm_product for part in parts])),

@@ -96,6 +96,13 @@ class MomentsOfTrace:
         """Return whether the layer's b is the transpose of its a."""
         return bool(self._kinds(layer, Operand.B.value, 0, 1, ("tied",)))
 
+    def has_whole(self, layer: str, operand: Operand) -> bool:
+        """Return whether whole matrices of an operand were recorded, in any shape."""
+        return any(
+            (of, name) == (layer, operand.value) and sample_rows > 1
+            for of, name, _, sample_rows in self._rows
+        )
+
     def _kinds(
         self, layer: str, operand: str, width: int, sample_rows: int, kinds: tuple[str, ...]
     ) -> list[list[dict[str, Any]]]:

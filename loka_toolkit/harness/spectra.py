@@ -35,6 +35,11 @@ class SpectrumMoments:
     column_squares: Vector
 
     @property
+    def outputs(self) -> int:
+        """O."""
+        return int(self.left.shape[1])
+
+    @property
     def is_finite(self) -> bool:
         """Whether every number is finite."""
         return all(
