@@ -37,7 +37,7 @@ from scipy.stats import spearmanr
 
 from loka_toolkit.artifacts.trace import Trace
 
-FULL = Size(train=3000, record=60, fresh_batches=300, gradient_batches=16)
+FULL = Size(train=3000, record=48, fresh_batches=150, gradient_batches=12)
 QUICK = Size(train=200, record=8, fresh_batches=12, gradient_batches=3)
 QUICK_CASES = ("mlp", "deepctr-dcn-sum", "accumulation")
 

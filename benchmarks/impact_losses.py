@@ -84,7 +84,7 @@ def measure_losses(
         sites: Forward sites of the trace, in order.
         fresh: Fresh batches.
     """
-    double = copy.deepcopy(model).double().eval()
+    double = copy.deepcopy(model).double()  # in training mode, as it was recorded
     order = [row["site"] for row in sites]
     dims = [(row["batch"], row["m"], row["n"], row["k"]) for row in sites]
     replacements = [_replacement(cell, order) for cell in cells]

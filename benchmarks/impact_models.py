@@ -147,12 +147,14 @@ class Fields(nn.Module):
 class Perceptron(nn.Module):
     """Fields through two hidden layers; one output, or several."""
 
-    def __init__(self, hidden: int, outputs: int = 1, *, norm: bool = False) -> None:
+    def __init__(
+        self, hidden: int, outputs: int = 1, *, norm: type[nn.Module] = nn.Identity
+    ) -> None:
         super().__init__()
         self.fields = Fields(8)
         self.first = nn.Linear(self.fields.width, hidden)
         self.second = nn.Linear(hidden, hidden)
-        self.norm = nn.LayerNorm(hidden) if norm else nn.Identity()
+        self.norm = norm(hidden)
         self.head = nn.Linear(hidden, outputs)
 
     def forward(self, rows: Rows) -> torch.Tensor:
@@ -298,7 +300,7 @@ def cases() -> tuple[Case, ...]:
         Case("scaler-fp16", lambda: Perceptron(64), _mean_log_loss, autocast=torch.float16),
         Case(
             "accumulation",
-            lambda: Perceptron(96, norm=True),
+            lambda: Perceptron(96, norm=nn.LayerNorm),
             lambda z, r: _mean_log_loss(z, r) / 4,
             micro_batches=4,
             batch=256,
@@ -316,6 +318,11 @@ def cases() -> tuple[Case, ...]:
             lambda z, r: F.mse_loss(z, r.y),
             losses=squared_losses,
             rows=value_rows,
+        ),
+        Case(
+            "batch-norm",
+            lambda: Perceptron(64, norm=nn.BatchNorm1d),
+            _mean_log_loss,
         ),
         Case(
             "three-tasks",

@@ -23,6 +23,8 @@ from loka_toolkit.recording.switchboard import BACKWARD_TAP, SWITCHBOARD
 PRODUCT_NODES = frozenset(
     {"AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"}
 )
+_TRAINING = "_saved_training"
+"""Attribute of a batch normalization's node: whether it normalized over the batch."""
 
 
 @dataclasses.dataclass
@@ -52,6 +54,8 @@ class CapturedLoss:
         from_logits: Whether the node's input is the logit and not the probability.
         saturated: Which terms of a log loss lose their gradient in the training dtype, bool.
         bypassing: Sequence numbers of products that reach the total other than through the losses.
+        mixed: Sequence numbers of products behind a batch normalization, which makes examples depend
+            on each other.
         roots: What is differentiated, until :meth:`release`.
         root_gradients: Gradients that backward is given for them, or None, likewise.
     """
@@ -71,6 +75,7 @@ class CapturedLoss:
     multipliers: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     backwards: int = 1
     bypassing: frozenset[int] = frozenset()
+    mixed: frozenset[int] = frozenset()
     loss_node: Any = None
     prediction: torch.Tensor | None = None
     target: torch.Tensor | None = None
@@ -164,6 +169,7 @@ def capture(
         )
         return captured
     captured.bypassing = frozenset(bypassing)
+    captured.mixed = _mixed(nodes)
     _join(captured, every)
     if len(nodes) == 1:
         captured.loss_node, captured.prediction = nodes[0], every[0].prediction
@@ -204,6 +210,23 @@ def _join(captured: CapturedLoss, every: list[LossTerms]) -> None:
 def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
     known = [part for part in parts if part is not None]
     return torch.cat(known) if len(known) == len(parts) else None
+
+
+def _mixed(roots: list[Any]) -> frozenset[int]:
+    """Return products from which every way to the roots, or one of them, leads through a mixer."""
+    products = set()
+    seen = {(root, False) for root in roots}
+    pending = list(seen)
+    while pending:
+        node, is_mixed = pending.pop()
+        is_mixed = is_mixed or ("BatchNorm" in node.name() and getattr(node, _TRAINING, True))
+        if is_mixed and node.name() in PRODUCT_NODES:
+            products.add(int(node._sequence_nr()))
+        for following, _ in node.next_functions:
+            if following is not None and (following, is_mixed) not in seen:
+                seen.add((following, is_mixed))
+                pending.append((following, is_mixed))
+    return frozenset(products)
 
 
 def _walk(roots: list[Any]) -> tuple[list[Any], set[int]]:

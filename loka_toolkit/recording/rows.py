@@ -246,7 +246,9 @@ def _impact(
 ) -> Impact:
     assert layer.gradient_rows is not None and units.divisor is not None
     total = units.examples or len(examples)
-    known = units.slope is not None and units.curvature is not None
+    # Through a batch normalization a row's gradient is not its own example's slope alone.
+    known = layer.sequence not in units.mixed or layer.logit_rows is not None
+    known = known and units.slope is not None and units.curvature is not None
     terms = ExampleTerms(
         total=total,
         slope=units.slope[examples] if known and units.slope is not None else None,
