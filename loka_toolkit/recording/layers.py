@@ -170,6 +170,7 @@ class StepRecord:
         flops_not_judged: FLOPs of sites without errors, by reason.
         flops_repeated: FLOPs of further executions of sites, by reason.
         flops_unseen: FLOPs of products that no site accounts for, by reason.
+        has_compiled_code: Whether a function compiled by torch.compile was run, eagerly.
         nonfinite: Why the step is not finite; None if it is.
         failures: Internal failures.
         seconds: Time spent recording.
@@ -197,6 +198,7 @@ class StepRecord:
     flops_unseen: defaultdict[str, float] = dataclasses.field(
         default_factory=lambda: defaultdict(float)
     )
+    has_compiled_code: bool = False
     nonfinite: str | None = None
     failures: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0

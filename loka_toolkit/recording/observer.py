@@ -94,7 +94,7 @@ class Observer:
             sampled=sampled,
             book=ScaleBook(self.static.of_layer(key.layer), self.settings.headroom),
             weight=weight,
-            slots=Slots.of(shape.batch, shape.m, layout),
+            slots=_slots(record, fqn, factors, Slots.of(shape.batch, shape.m, layout, leading)),
             has_broadcast_weight=weight_tensor is not None
             and weight_tensor.ndim == 3
             and weight_tensor.shape[0] > 1
@@ -306,6 +306,15 @@ class Observer:
                 has_parameter=layer.weight is not None,
             )
         record.operands.append(OperandSample(key, operand, dict(vars(statistics)), layer, moments))
+
+
+def _slots(record: StepRecord, fqn: str, factors: Factors, found: Slots) -> Slots:
+    """Return the kinds of a product's batch; where not known, those of an earlier such product."""
+    if found.count == 1 and factors.batch > 1:
+        for layer in reversed(record.layers):
+            if layer.fqn == fqn and layer.products == factors.batch:
+                return layer.slots
+    return found
 
 
 def _cast_columns(factors: Factors, book: ScaleBook, error: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from loka_toolkit.artifacts.trace import ERRORS, OPERANDS, SITES, STEPS, RunStatus
 from loka_toolkit.errors import ConfigurationError
@@ -19,7 +20,7 @@ from loka_toolkit.numerics.scaling import STATIC_HEADROOM
 from loka_toolkit.recording import rows
 from loka_toolkit.recording.caveats import step_caveats
 from loka_toolkit.recording.claim import claim, release
-from loka_toolkit.recording.eager import EagerStance, has_compiled_code
+from loka_toolkit.recording.eager import EagerStance
 from loka_toolkit.recording.events import EventLog
 from loka_toolkit.recording.interception import Interception
 from loka_toolkit.recording.layers import StepRecord
@@ -170,7 +171,8 @@ class Recorder:
             self._stop_watching()
             if record is not None:
                 start = time.perf_counter()
-                self._end_step(record, said, start)
+                with _disable_current_modes():  # another recorder's may stand
+                    self._end_step(record, said, start)
         except Exception as failure:
             self._fail(failure)
         self._step += 1
@@ -226,12 +228,6 @@ class Recorder:
         )
         watch = BackwardWatch(interception.on_loss, self._fail, self._model)
         self._record, self._watch, self._interception = record, watch, interception
-        if has_compiled_code() and not self._names.compiled:
-            self._events.add(
-                "compiled-code",
-                "something was compiled by torch.compile; recorded steps run it eagerly",
-                self._step,
-            )
         self._stance.install()
         watch.install()
         interception.install()
@@ -288,8 +284,8 @@ class Recorder:
                 "nonfinite-step", "steps with Inf or NaN were left out", record.step, warn=True
             )
             return "nonfinite", reason
-        for kind, message in step_caveats(record):
-            self._events.add(kind, message, record.step, warn=True)
+        for kind, message, warn in step_caveats(record, self._names.compiled):
+            self._events.add(kind, message, record.step, warn=warn)
         return "recorded", None
 
     def _add_sites(self, record: StepRecord) -> None:
