@@ -55,9 +55,11 @@ def test_activation_checkpointing(record_run, reentrant, times):
     """The same sites and figures as without, every forward of the block once more."""
     x = torch.randn(5, 13)
     model = Checkpointed(times)
-    plain = record_run(model, squares(model, x), name="without")
+    # A reentrant checkpoint is a custom function, which errors are not followed through.
+    options = {"upstream_cells": 0} if reentrant else {}
+    plain = record_run(model, squares(model, x), name="without", **options)
     model.reentrant = reentrant
-    run = record_run(model, squares(model, x), name="with")
+    run = record_run(model, squares(model, x), name="with", **options)
     assert sorted(run.sites.site) == sorted(plain.sites.site)
     columns = ["site", "recipe", "relative_frobenius", "gradient_bias"]
     one, other = (r.errors[columns].sort_values(columns[:2]) for r in (run, plain))
