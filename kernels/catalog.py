@@ -15,12 +15,19 @@ from loka_toolkit.kernels.contract import Candidate
 @functools.cache
 def catalog() -> tuple[Candidate, ...]:
     """Return every candidate, baselines first."""
-    from loka_toolkit.kernels import emulated, reference, torch_matmul, torch_scaled_mm
+    from loka_toolkit.kernels import (
+        emulated,
+        reference,
+        torch_matmul,
+        torch_scaled_mm,
+        triton_scaled_mm,
+    )
 
     return (
         reference.Reference(),
         *torch_matmul.candidates(),
         *torch_scaled_mm.candidates(),
+        *triton_scaled_mm.candidates(),
         *emulated.candidates(),
     )
 

@@ -13,6 +13,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from loka_toolkit.artifacts.sites import Role
+from loka_toolkit.numerics.blocks import Block, spread
 
 
 class Side(enum.Enum):
@@ -33,6 +34,8 @@ class Problem:
         n: Columns of the output.
         k: Contraction length.
         dtype: Dtype of the operands and of the output.
+        parameter: Whether B is a parameter of the model, which block scales depend on; None where
+            the role must do: fwd and dgrad multiply by one.
     """
 
     role: Role
@@ -41,11 +44,17 @@ class Problem:
     n: int
     k: int
     dtype: torch.dtype
+    parameter: bool | None = None
 
     @property
     def flops(self) -> float:
         """Floating-point operations: a multiplication and an addition per product term."""
         return 2.0 * self.batch * self.m * self.n * self.k
+
+    @property
+    def multiplies_parameter(self) -> bool:
+        """Whether B is taken for a parameter."""
+        return self.role in (Role.FWD, Role.DGRAD) if self.parameter is None else self.parameter
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,23 +76,33 @@ class Prepared:
 
     Attributes:
         data: The cast tensor, possibly padded: [.., M, K] for A, [.., K, N] for B.
-        scale: Decode scale, broadcastable against ``data`` along the uncontracted dimension; None
-            where nothing was scaled.
+        scale: Decode scale: broadcastable against ``data`` along the uncontracted dimension or,
+            where there are blocks, one number per block; None where nothing was scaled. Its dtype
+            may be one of scales only (e8m0).
         shape: Logical shape before padding.
         side: Which factor it is.
+        block: Rows and columns of ``data`` that share a scale: (1, 128) for A, (128, 128) for a
+            parameter as B; the last block of a dimension may be ragged. None if the scale is
+            broadcast.
     """
 
     data: torch.Tensor
     scale: torch.Tensor | None
     shape: torch.Size
     side: Side
+    block: Block | None = None
 
     def dequantized(self) -> torch.Tensor:
         """Return the operand that the kernel sees, float64, unpadded."""
-        value = self.data.to(torch.float64)
-        if self.scale is not None:
-            value = value * self.scale.to(torch.float64)
-        return value[..., : self.shape[-2], : self.shape[-1]]
+        value = self.data[..., : self.shape[-2], : self.shape[-1]].to(torch.float64)
+        if self.scale is None:
+            return value
+        scale = self.scale.to(torch.float64)
+        if self.block is not None:
+            return value * spread(scale, self.block, self.shape)
+        if scale.ndim >= 2:  # a padded column has a scale too
+            scale = scale[..., : self.shape[-2], : self.shape[-1]]
+        return value * scale
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""FP8 recipes with emulated arithmetic: the yardstick on machines without FP8. Never in a table."""
+"""Recipes with emulated arithmetic: the yardstick on machines without FP8. Never in a table."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import math
 import torch
 
 from loka_toolkit.artifacts.sites import Role
+from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.kernels.contract import Chip, Prepared, Problem, Side
-from loka_toolkit.kernels.reference import PRODUCT_ROLES
-from loka_toolkit.numerics.accumulation import accumulate
+from loka_toolkit.kernels.reference import PRODUCT_ROLES, refuse_scale
+from loka_toolkit.numerics.blocks import contraction_block, spread
 from loka_toolkit.numerics.casting import cast
-from loka_toolkit.numerics.emulation import scaled_back
-from loka_toolkit.numerics.recipes import Accumulation, Recipe, all_recipes
+from loka_toolkit.numerics.emulation import multiply
+from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling, all_recipes
 from loka_toolkit.numerics.scaling import operand_scale
 
 LARGEST_CPU_PRODUCTS = 2.0**34
@@ -26,9 +27,11 @@ class Emulated:
 
     Attributes:
         fp8: The recipe.
+        parameter: Whether B is a parameter of the model; None where the recipe does not ask.
     """
 
     fp8: Recipe
+    parameter: bool | None = None
     library: str = "loka-toolkit"
     roles: frozenset[Role] = PRODUCT_ROLES
     emulated: bool = True
@@ -42,8 +45,8 @@ class Emulated:
 
     @property
     def name(self) -> str:
-        """Name of the candidate."""
-        return f"emulated/{self.fp8.name}"
+        """Name of the candidate; the second one of blockwise recipes takes two activations."""
+        return f"emulated{'-1x128' if self.parameter is False else ''}/{self.fp8.name}"
 
     def version(self) -> str | None:
         """Return the version of this package."""
@@ -55,6 +58,8 @@ class Emulated:
         """Return None unless the role is no product or the emulation would take minutes."""
         if problem.role not in self.roles:
             return f"role {problem.role} is no product"
+        if self.parameter not in (None, problem.multiplies_parameter):
+            return parameter_mismatch(problem)
         products = problem.flops / 2
         exact = self.fp8.accumulation is Accumulation.FP32
         if chip.capability is None and not exact and products > LARGEST_CPU_PRODUCTS:
@@ -72,17 +77,39 @@ class Emulated:
         Raises:
             ConfigurationError: If the recipe is static and no scale is given.
         """
-        fmt = self.fp8.formats[0 if side is Side.A else 1]
+        which = 0 if side is Side.A else 1
+        fmt, scaling = self.fp8.formats[which], self.fp8.scalings[which]
+        if scaling is Scaling.UNSCALED:
+            refuse_scale(self.name, scale)
         if scale is None:
-            scale = operand_scale(operand, fmt, self.fp8.scaling, side.value)
-        return Prepared(cast(operand, fmt, scale), scale, operand.shape, side)
+            parameter = side is Side.B and bool(self.parameter)
+            scale = operand_scale(operand, fmt, scaling, side.value, parameter=parameter)
+        block = contraction_block(scaling, side.value)
+        by_element = scale if block is None else spread(scale, block, operand.shape)
+        return Prepared(cast(operand, fmt, by_element), scale, operand.shape, side, block)
 
     def run(self, a: Prepared, b: Prepared, out_dtype: torch.dtype) -> torch.Tensor:
-        """Return the product under the recipe's accumulator."""
-        product = accumulate(a.data, b.data, self.fp8.accumulation)
-        return scaled_back(product, a.scale, b.scale).to(out_dtype)
+        """Return the product under the recipe's accumulator.
+
+        Raises:
+            ConfigurationError: If an operand was prepared by another candidate.
+        """
+        if a.scale is None or b.scale is None:
+            raise ConfigurationError(f"{self.name} needs scaled operands; use its own prepare()")
+        return multiply(a.data, b.data, a.scale, b.scale, self.fp8).to(out_dtype)
 
 
 def candidates() -> tuple[Emulated, ...]:
-    """Return one candidate per FP8 recipe."""
-    return tuple(Emulated(recipe) for recipe in all_recipes().values())
+    """Return one candidate per recipe, and a second one of blockwise ones for two activations."""
+    found = []
+    for recipe in all_recipes().values():
+        asks = Scaling.BLOCKWISE in recipe.scalings
+        found += [Emulated(recipe, p) for p in ((True, False) if asks else (None,))]
+    return tuple(found)
+
+
+def parameter_mismatch(problem: Problem) -> str:
+    """Return why a candidate of blockwise scaling does not take a problem."""
+    if problem.multiplies_parameter:
+        return "B is a parameter, which has scales of 128x128 blocks; this one has 1x128 for both"
+    return "B is no parameter, so both factors have scales of 1x128 blocks; see the one named 1x128"

@@ -8,10 +8,13 @@ What the accumulations of the recipes mean here:
 - ``fp32`` (CPU only): float32 sums. No NVIDIA kernel of torch offers it.
 
 Constraints of CUDA: compute capability 8.9; K and N multiples of 16, met by zero padding; A
-row-major and B column-major; at least one factor in E4M3; no batches. With row-wise scales CUTLASS
+row-major and B column-major; at least one factor in E4M3. With row-wise scales CUTLASS
 writes bfloat16 only; cuBLASLt, which torch uses at compute capability 9.0 from CUDA 12.9 on, writes
 every dtype (pytorch pull requests 162022 and 166744). The CPU accepts any shape and every pair of
 formats, which proves nothing about CUDA; both go through the same padding here.
+
+scaled_mm has no batches, so a batch of products is as many calls, one after the other. That is what
+a replay times; it pays where the products are few and large, if anywhere.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.kernels.contract import Chip, Prepared, Problem, Side
 from loka_toolkit.kernels.reference import PRODUCT_ROLES
 from loka_toolkit.numerics.casting import cast
-from loka_toolkit.numerics.formats import E5M2
+from loka_toolkit.numerics.formats import E4M3, E5M2
 from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling, all_recipes
 from loka_toolkit.numerics.scaling import operand_scale
 
@@ -34,6 +37,8 @@ ALIGNMENT = 16
 FP8_CAPABILITY = (8, 9)
 CUBLAS_ROWWISE_CAPABILITY = (9, 0)
 CUBLAS_ROWWISE_CUDA = (12, 9)
+LARGEST_BATCH, LARGEST_CUDA_BATCH = 1024, 16
+"""Products of a batch at most, on a CPU and on CUDA, where each is a kernel launch."""
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,8 +82,12 @@ class TorchScaledMM:
         """Return None, or the constraint that is not met."""
         if problem.role not in self.roles:
             return f"role {problem.role} is no product"
-        if problem.batch != 1:
-            return f"scaled_mm multiplies one pair of matrices, not a batch of {problem.batch}"
+        largest = LARGEST_BATCH if chip.capability is None else LARGEST_CUDA_BATCH
+        if problem.batch > largest:
+            return (
+                f"scaled_mm multiplies one pair of matrices at a time, and {problem.batch} calls "
+                f"are too many (limit {largest})"
+            )
         if problem.dtype not in OUTPUT_DTYPES:
             return f"scaled_mm does not write {problem.dtype}"
         if chip.capability is None:
@@ -113,33 +122,37 @@ class TorchScaledMM:
     def prepare(
         self, operand: torch.Tensor, side: Side, scale: torch.Tensor | None = None
     ) -> Prepared:
-        """Cast one matrix, lay it out along the contraction and pad it with zeros.
+        """Cast one factor, lay it out along the contraction and pad it with zeros.
 
-        A becomes [M, K'] row-major, B becomes [K', N'] column-major; K' and N' are multiples of 16.
-        Scales of padded columns of B are 1.
+        A becomes [.., M, K'] row-major, B becomes [.., K', N'] column-major; K' and N' are
+        multiples of 16. Scales of padded columns of B are 1.
 
         Raises:
-            ConfigurationError: If the operand is no matrix, or static scaling lacks its scale.
+            ConfigurationError: If the operand is neither a matrix nor a batch of them, or static
+                scaling lacks its scale.
         """
-        if operand.ndim != 2:
+        if operand.ndim not in (2, 3):
             raise ConfigurationError(
-                f"{self.name} multiplies matrices, not tensors of shape {tuple(operand.shape)}"
+                f"{self.name} multiplies matrices, one or a batch of them, not tensors of shape "
+                f"{tuple(operand.shape)}"
             )
-        fmt = self.fp8.formats[0 if side is Side.A else 1]
+        which = 0 if side is Side.A else 1
+        fmt = self.fp8.formats[which]
         if scale is None:
-            scale = operand_scale(operand, fmt, self.fp8.scaling, side.value)
+            scale = operand_scale(operand, fmt, self.fp8.scalings[which], side.value)
         stored = cast(operand, fmt, scale)
         if side is Side.A:
-            data = _padded(stored, stored.shape[0], _aligned(stored.shape[1]))
+            data = _padded(stored, stored.shape[-2], _aligned(stored.shape[-1]))
             return Prepared(data, scale, operand.shape, side)
-        k, n = _aligned(stored.shape[0]), _aligned(stored.shape[1])
+        k, n = _aligned(stored.shape[-2]), _aligned(stored.shape[-1])
         if self.fp8.scaling is Scaling.ROWWISE:
-            ones = scale.new_ones(1, n - stored.shape[1])
-            scale = torch.cat([scale.reshape(1, -1), ones], dim=1)
+            columns = scale.reshape(*stored.shape[:-2], 1, stored.shape[-1])
+            ones = scale.new_ones(*stored.shape[:-2], 1, n - stored.shape[-1])
+            scale = torch.cat([columns, ones], dim=-1)
         return Prepared(_padded(stored.mT, n, k).mT, scale, operand.shape, side)
 
     def run(self, a: Prepared, b: Prepared, out_dtype: torch.dtype) -> torch.Tensor:
-        """Return the product [M, N], unpadded.
+        """Return the product [.., M, N], unpadded.
 
         Raises:
             ConfigurationError: If an operand was not scaled.
@@ -147,15 +160,35 @@ class TorchScaledMM:
         if a.scale is None or b.scale is None:
             raise ConfigurationError(f"{self.name} needs scaled operands; use its own prepare()")
         m, n = a.shape[-2], b.shape[-1]
-        if m == 0 or n == 0 or a.shape[-1] == 0:
-            return torch.zeros(m, n, dtype=out_dtype, device=a.data.device)
-        if self.fp8.accumulation is Accumulation.FP32:
-            product = torch._scaled_mm(
-                a.data, b.data, scale_a=a.scale, scale_b=b.scale, out_dtype=out_dtype
-            )
-        else:
-            product = self._cuda_product(a.data, b.data, a.scale, b.scale, out_dtype)
-        return product[:m, :n]
+        leading = a.shape[:-2]
+        if 0 in (*leading, m, n, a.shape[-1]):
+            return torch.zeros(*leading, m, n, dtype=out_dtype, device=a.data.device)
+        if not leading:
+            return self._product(a.data, b.data, a.scale, b.scale, out_dtype)[:m, :n]
+        return torch.stack(
+            [
+                self._product(
+                    a.data[item],
+                    b.data[item],
+                    _scale_of(a.scale, item),
+                    _scale_of(b.scale, item),
+                    out_dtype,
+                )[:m, :n]
+                for item in range(leading[0])
+            ]
+        )
+
+    def _product(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        scale_a: torch.Tensor,
+        scale_b: torch.Tensor,
+        out_dtype: torch.dtype,
+    ) -> torch.Tensor:
+        if self.fp8.accumulation is not Accumulation.FP32:
+            return self._cuda_product(a, b, scale_a, scale_b, out_dtype)
+        return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=out_dtype)
 
     def _cuda_product(
         self,
@@ -179,9 +212,17 @@ class TorchScaledMM:
         )
 
 
+_FORMATS = frozenset({E4M3.name, E5M2.name})
+_SCALINGS = (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.STATIC)
+
+
 def candidates() -> tuple[TorchScaledMM, ...]:
     """Return one candidate per FP8 recipe; ``supports`` says where each exists."""
-    return tuple(TorchScaledMM(recipe) for recipe in all_recipes().values())
+    return tuple(
+        TorchScaledMM(recipe)
+        for recipe in all_recipes().values()
+        if {recipe.format_a, recipe.format_b} <= _FORMATS and recipe.scaling in _SCALINGS
+    )
 
 
 def _cuda_version() -> tuple[int, ...]:
@@ -195,8 +236,14 @@ def _aligned(length: int) -> int:
     return -(-length // ALIGNMENT) * ALIGNMENT
 
 
+def _scale_of(scale: torch.Tensor, item: int) -> torch.Tensor:
+    """Return the scale of one product of a batch: its own row-wise scales, or everyone's scalar."""
+    return scale[item] if scale.ndim == 3 else scale
+
+
 def _padded(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Return a contiguous copy with zeros (code 0 in every FP8 format) at the end of both dims."""
-    out = torch.zeros(rows, columns, dtype=torch.uint8, device=stored.device)
-    out[: stored.shape[0], : stored.shape[1]] = stored.view(torch.uint8)
+    leading = stored.shape[:-2]
+    out = torch.zeros(*leading, rows, columns, dtype=torch.uint8, device=stored.device)
+    out[..., : stored.shape[-2], : stored.shape[-1]] = stored.view(torch.uint8)
     return out.view(stored.dtype)

@@ -44,10 +44,12 @@ class UnknownNameError(ConfigurationError):
         kind: What was named, for example ``"recipe"``.
         name: The name as given.
         known: Every name that would have been accepted.
+        why: Why it does not exist, if it looks as if it should.
     """
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        super().__init__(f"unknown {kind} {name!r}; {near_misses(name, known)}")
+    def __init__(self, kind: str, name: str, known: Iterable[str], why: str | None = None) -> None:
+        because = "" if why is None else f" ({why})"
+        super().__init__(f"unknown {kind} {name!r}{because}; {near_misses(name, known)}")
         self.name = name
 
 

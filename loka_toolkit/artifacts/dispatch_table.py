@@ -13,7 +13,8 @@ from loka_toolkit.environment import Environment
 from loka_toolkit.numerics.tolerance import Tolerance
 
 KIND = "loka-dispatch-table"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+"""2: entries name the parameter they multiply, misses say which product they are."""
 KERNEL_ABI = 1
 """Raised when a candidate of the same name changes what it computes or how it is called."""
 ANY_CALL = "*"
@@ -77,7 +78,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         fqn: Module path without wrapper prefixes.
         call: Index of the product in the module, or ``*`` for all of them.
         role: fwd, dgrad, wgrad, grad_a or grad_b.
-        token_axis: ``m`` or ``k``: where the token count stands; null without one.
+        token_axis: ``m`` or ``k``: where the token count stands; ``batch`` for a product of two
+            activations, whose M, N and K are all fixed.
         tokens_min: Least token count for which the entry holds.
         tokens_max: Largest.
         m: Rows of the output, or null where they are the tokens.
@@ -95,6 +97,8 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         scale_b: Static decode scale of B, or null.
         fallback: Recipe used on a miss: ``default`` is the model's own precision.
         evidence: What it rests on.
+        weight: FQN of the parameter multiplied; null for a product of two activations, and in
+            tables of version 1.
     """
 
     fqn: str
@@ -118,6 +122,7 @@ class Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     scale_b: float | None
     fallback: str
     evidence: Evidence
+    weight: str | None = None
 
 
 class Miss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -129,6 +134,11 @@ class Miss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         role: Its role.
         reason: Why.
         detail: One sentence.
+        weight: FQN of the parameter multiplied; null without one, and in tables of version 1.
+        batch: Number of products; null in tables of version 1, as are the next three.
+        m: Rows of the output (largest seen).
+        n: Columns of the output.
+        k: Contraction length (largest seen).
     """
 
     fqn: str
@@ -136,6 +146,11 @@ class Miss(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     role: str
     reason: MissReason
     detail: str
+    weight: str | None = None
+    batch: int | None = None
+    m: int | None = None
+    n: int | None = None
+    k: int | None = None
 
 
 class OperandPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

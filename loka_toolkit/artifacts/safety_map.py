@@ -19,6 +19,7 @@ from loka_toolkit.artifacts import storage
 from loka_toolkit.artifacts.map_facts import MapFacts
 from loka_toolkit.artifacts.schema import Column, ColumnType, TableSchema
 from loka_toolkit.errors import ArtifactCorruptError
+from loka_toolkit.numerics.recipes import BASELINE_RECIPES
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -272,11 +273,17 @@ class SafetyMap:
         return storage.frame_from_rows(CELLS, [_row_of(cell) for cell in self.cells])
 
     def site_verdicts(self) -> tuple[SiteVerdict, ...]:
-        """Return one verdict per site, in the order of the cells."""
+        """Return one verdict per site, in the order of the cells.
+
+        Baselines do not count beside other recipes: that a site may run in float32 says nothing.
+        """
         by_site: dict[str, list[Cell]] = {}
         for cell in self.cells:
             by_site.setdefault(cell.site, []).append(cell)
-        return tuple(_site_verdict(cells) for cells in by_site.values())
+        return tuple(
+            _site_verdict([c for c in cells if c.recipe not in BASELINE_RECIPES] or cells)
+            for cells in by_site.values()
+        )
 
     def cell(self, site: str, recipe: str) -> Cell | None:
         """Return the cell of a site and a recipe, or None."""

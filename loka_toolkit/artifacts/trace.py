@@ -39,6 +39,22 @@ lies beyond them. Zeros and non-finite values are in no bin."""
 AMAX_QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 """Probabilities of the quantile lists of row, column and block amax and of row norms."""
 
+NORM_LEVELS = (
+    0.0,
+    *(2.0**-k for k in range(16, 6, -1)),
+    *(i / 64 for i in range(1, 64)),
+    *(1.0 - 2.0**-k for k in range(7, 17)),
+    1.0,
+)
+"""Probabilities of ``norm_quantiles``: norms of gradient rows have heavy tails, on both sides."""
+
+MARGINAL_OCTAVES = (-40, 40)
+"""Powers of two between which marginal counts tell magnitudes apart; the outermost bins hold what
+lies beyond, but for magnitudes below 2**-40, which count as zeros."""
+MARGINAL_BINS = 4 * (MARGINAL_OCTAVES[1] - MARGINAL_OCTAVES[0]) + 1
+"""Bins per feature in ascending order of the value: negative values from the largest magnitude
+down, zero, positive values. Every octave is split in two at 1.5 times its lower edge."""
+
 _T = ColumnType
 
 SITES = TableSchema(
@@ -153,21 +169,45 @@ ERRORS = TableSchema(
 
 MOMENTS = TableSchema(
     "moments",
-    1,
+    2,
     (
         Column("rank", _T.INT32, "rank that wrote the row"),
         Column("site", _T.STRING, "site at which the operand was first multiplied"),
-        Column("operand", _T.STRING, "x, w, g, a or b"),
-        Column("count", _T.INT64, "rows accumulated"),
-        Column("steps", _T.INT64, "sampled steps accumulated"),
-        Column("width", _T.INT64, "length of the last logical dimension"),
-        Column("kind", _T.STRING, "full or diagonal covariance"),
-        Column("mean", _T.FLOAT32_LIST, "mean vector, length width"),
-        Column("covariance", _T.FLOAT32_LIST, "row-major width x width, or the diagonal"),
+        Column("operand", _T.STRING, "x, w, g, a or b; ab jointly; gx the cross moment"),
+        Column("count", _T.INT64, "samples accumulated; of a spectrum: rows of w"),
+        Column("steps", _T.INT64, "sampled steps accumulated; of a spectrum: 1"),
+        Column("width", _T.INT64, "length of the last logical dimension; of ab, gx: of both"),
+        Column("kind", _T.STRING, "full, diagonal, low-rank, spectrum, tied or cross; see below"),
+        Column("mean", _T.FLOAT32_LIST, "mean of each feature; of a cross: singular values"),
+        Column("covariance", _T.FLOAT32_LIST, "row-major features x features, or the diagonal"),
         Column("row_norm_quantiles", _T.FLOAT32_LIST, "Euclidean row norms at AMAX_QUANTILES"),
         Column("zero_share", _T.FLOAT64, "share of elements equal to zero"),
+        Column("sample_rows", _T.INT64, "operand rows that make one sample", False, 2, 1),
+        Column("slot", _T.INT32, "which of every `slots` products of a batch", False, 2, 0),
+        Column("slots", _T.INT32, "kinds of products told apart by their place", False, 2, 1),
+        Column(
+            "factors", _T.FLOAT32_LIST, "row-major [r, features]; null if there are none", True, 2
+        ),
+        Column("row_squares", _T.FLOAT32_LIST, "of a spectrum: residual of each row", True, 2),
+        Column("norm_quantiles", _T.FLOAT32_LIST, "sample norms at NORM_LEVELS", True, 2),
+        Column("marginal_counts", _T.FLOAT32_LIST, "weights, features x MARGINAL_BINS", True, 2),
+        Column("marginal_extremes", _T.FLOAT32_LIST, "least, then largest values", True, 2),
+        Column("product_square", _T.FLOAT64, "cross: mean of |g^T x|^2 / rows^2", True, 2),
+        Column("norm_product", _T.FLOAT64, "cross: mean of |g|^2 |x|^2 over rows", True, 2),
+        Column("norm_correlation", _T.FLOAT64, "cross: rank correlation of |g|, |x|", True, 2),
     ),
 )
+"""What replay draws from; late steps weigh more than early ones. A sample is a row of the operand
+or, where ``sample_rows`` > 1, a whole matrix of a batched product; its features are its elements.
+
+- ``full``, ``diagonal``: the population covariance of the features, or its diagonal;
+- ``low-rank``: the diagonal, exact, and factors F with F^T F close to the covariance;
+- ``spectrum``, of the last w[O, I]: factors [r, O + I] hold a singular pair each, both sides scaled
+  by the root of the singular value and of random sign, so that w w^T and w^T w are kept and no w;
+  ``covariance`` and ``row_squares`` are the mean squares of the columns and rows of the rest;
+- ``tied``: b is the transpose of a, and drawn as such;
+- ``cross``: the mean of g x^T over rows: factors [r, O + I] hold its singular pairs.
+"""
 
 TABLES: tuple[TableSchema, ...] = (SITES, STEPS, OPERANDS, ERRORS, MOMENTS)
 

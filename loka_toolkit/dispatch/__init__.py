@@ -5,8 +5,8 @@ Building reads safety maps and replay results; installing needs the table and to
 
 from loka_toolkit.dispatch.build import build_table
 from loka_toolkit.dispatch.check import TableCheck, check_table
+from loka_toolkit.dispatch.entries import SiteStatus
 from loka_toolkit.dispatch.install import Counts, Installation, SiteCounts, install, uninstall
-from loka_toolkit.dispatch.resolve import SiteStatus
 from loka_toolkit.dispatch.show import table_rows
 from loka_toolkit.dispatch.validate import Check
 

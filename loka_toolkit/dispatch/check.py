@@ -10,7 +10,8 @@ from torch import nn
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable
 from loka_toolkit.dispatch.consistency import check_consistency
-from loka_toolkit.dispatch.resolve import SiteStatus, resolve
+from loka_toolkit.dispatch.entries import SiteStatus
+from loka_toolkit.dispatch.resolve import resolve
 from loka_toolkit.dispatch.validate import Check, check_entries, check_validators, unmeasured
 from loka_toolkit.environment import Environment, current_environment
 from loka_toolkit.kernels.catalog import catalog

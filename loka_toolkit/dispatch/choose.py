@@ -6,6 +6,8 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
+import msgspec
+
 from loka_toolkit.artifacts.dispatch_table import (
     ANY_CALL,
     Entry,
@@ -28,6 +30,7 @@ from loka_toolkit.dispatch.objectives import (
     predicted_fastest,
 )
 from loka_toolkit.dispatch.options import (
+    LINEAR,
     Evidence,
     Group,
     Option,
@@ -36,9 +39,17 @@ from loka_toolkit.dispatch.options import (
     options_for,
 )
 from loka_toolkit.dispatch.plans import layer_plan
-from loka_toolkit.numerics.recipes import Scaling
+from loka_toolkit.dispatch.signatures import BATCH_AXIS, Signature
 
-_LINEAR_LAYOUTS = {Role.FWD: "row,column", Role.DGRAD: "row,row", Role.WGRAD: "column,row"}
+_LAYOUTS = {
+    (Role.FWD, True): "row,column",
+    (Role.DGRAD, True): "row,row",
+    (Role.WGRAD, True): "column,row",
+    (Role.FWD, False): "row,row",
+    (Role.GRAD_A, False): "row,column",
+    (Role.GRAD_B, False): "column,row",
+}
+"""Layouts of A and B where the operands are row-major; the flag says whether one is a parameter."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,14 +86,15 @@ def choose(
         predict: Predicted speed-up; ``roofline`` needs it.
         excluded: Sites that the user left out.
     """
-    by_module: dict[str, list[Group]] = {}
+    layers_of: dict[tuple[str, Signature | None, bool], list[Group]] = {}
     for group in group_cells(cells):
-        by_module.setdefault(group.fqn, []).append(group)
+        key = (group.fqn, group.signature, group.cells[0].dispatchable)
+        layers_of.setdefault(key, []).append(group)
     default_us = fastest_default(baselines)
     entries: list[Entry] = []
     layers: list[LayerPlan] = []
     misses: list[Miss] = []
-    for fqn, groups in by_module.items():
+    for groups in layers_of.values():
         options: dict[Role, tuple[Option, ...]] = {}
         by_role = {group.role: group for group in groups}
         for group in groups:
@@ -101,10 +113,9 @@ def choose(
             picked, passed = measured_fastest(options, default_us)
         for role, refusal in passed.items():
             misses += _misses(by_role[role], dict.fromkeys(by_role[role].calls, refusal))
-        entries += [_entry(by_role[role], choice, objective) for role, choice in picked.items()]
-        if picked:
-            recipes = {role: choice.option.recipe for role, choice in picked.items()}
-            layers.append(layer_plan(fqn, ANY_CALL, recipes))
+        for role, choice in picked.items():
+            entries += _entries(by_role[role], choice, objective)
+        layers += _layer_plans(groups, picked)
     return Choice(tuple(entries), tuple(layers), tuple(misses))
 
 
@@ -114,12 +125,14 @@ def token_interval(role: Role, tokens: Sequence[int]) -> tuple[int, int]:
     Forward and dgrad compute each row of the output by itself: fewer rows than recorded change
     nothing but the tensor's amax, which only falls, so the interval begins at 1. The contraction of
     wgrad runs over the tokens, so its error depends on how many there are: it holds down to half.
-    Both end at twice the largest count seen; beyond it rarer and larger values than any recorded
+    A product of two activations computes each product of its batch by itself, in all three roles.
+    All end at twice the largest count seen; beyond it rarer and larger values than any recorded
     one are to be expected.
 
     Args:
-        role: fwd, dgrad or wgrad.
-        tokens: Token counts recorded, one per call.
+        role: The role.
+        tokens: Token counts recorded, one per call; for a product of two activations the numbers
+            of products.
     """
     upper = max(1, 2 * max(tokens))
     if role is Role.WGRAD:
@@ -147,17 +160,61 @@ def _options_unless_excluded(
     return options_for(group, evidence)
 
 
+def _layer_plans(groups: Sequence[Group], picked: Mapping[Role, Picked]) -> list[LayerPlan]:
+    if not picked:
+        return []
+    recipes = {role: choice.option.recipe for role, choice in picked.items()}
+    first = groups[0]
+    if first.cells[0].module_type == LINEAR:
+        return [layer_plan(first.fqn, ANY_CALL, recipes)]
+    has_parameter = first.cells[0].weight is not None
+    calls = dict.fromkeys(call for group in groups if group.role in picked for call in group.calls)
+    return [layer_plan(first.fqn, c, recipes, has_parameter=has_parameter) for c in calls]
+
+
 def _misses(group: Group, refusals: Mapping[int, Refusal]) -> list[Miss]:
-    return [
-        Miss(group.fqn, call, group.role.value, refusal.reason, refusal.detail)
-        for call, refusal in refusals.items()
-    ]
+    found = []
+    for call, refusal in refusals.items():
+        cell = next(iter(group.calls[call].values()))
+        found.append(
+            Miss(
+                fqn=group.fqn,
+                call=call,
+                role=group.role.value,
+                reason=refusal.reason,
+                detail=refusal.detail,
+                weight=cell.weight,
+                batch=cell.batch,
+                m=cell.m,
+                n=cell.n,
+                k=cell.k,
+            )
+        )
+    return found
+
+
+def _entries(group: Group, picked: Picked, objective: Objective) -> list[Entry]:
+    """Return the entry of an nn.Linear for all its calls, or one per call of another module."""
+    together = _entry(group, picked, objective)
+    if group.cells[0].module_type == LINEAR:
+        return [together]
+    option, entries = picked.option, []
+    for number, call in enumerate(group.calls):
+        evidence = msgspec.structs.replace(
+            together.evidence,
+            p_exceed=option.cells[number].p_exceed,
+            replay_row=option.rows[number].workload_digest if option.rows else None,
+        )
+        entries.append(msgspec.structs.replace(together, call=call, evidence=evidence))
+    return entries
 
 
 def _entry(group: Group, picked: Picked, objective: Objective) -> Entry:
     option, first = picked.option, picked.option.cells[0]
-    axis = token_axis(group.role)
-    tokens = [cell.k if axis == "k" else cell.m for cell in option.cells]
+    has_parameter = first.weight is not None
+    axis = token_axis(group.role) if has_parameter else BATCH_AXIS
+    sizes = {"m": "m", "k": "k", BATCH_AXIS: "batch"}[axis or BATCH_AXIS]
+    tokens = [int(getattr(cell, sizes)) for cell in option.cells]
     least, most = token_interval(group.role, tokens)
     versions = [row.version for row in option.rows] or [option.candidate.version()]
     version = None if versions[0] is None else str(versions[0])
@@ -171,14 +228,14 @@ def _entry(group: Group, picked: Picked, objective: Objective) -> Entry:
         m=None if axis == "m" else first.m,
         n=first.n,
         k=None if axis == "k" else first.k,
-        batch=first.batch,
+        batch=max(cell.batch for cell in option.cells),
         dtype=first.dtype,
-        layout=_LINEAR_LAYOUTS[group.role],
+        layout=_LAYOUTS[(group.role, has_parameter)],
         candidate=option.candidate.name,
         library=option.candidate.library,
         library_version=version,
         recipe=option.recipe.name,
-        scale_policy=STATIC if option.recipe.scaling is Scaling.STATIC else DYNAMIC,
+        scale_policy=STATIC if option.recipe.has_static_scale else DYNAMIC,
         scale_a=option.scale_a,
         scale_b=option.scale_b,
         fallback=FALLBACK,
@@ -192,6 +249,7 @@ def _entry(group: Group, picked: Picked, objective: Objective) -> Entry:
             replay_row=",".join(row.workload_digest for row in option.rows) or None,
             statement=_statement(picked, objective),
         ),
+        weight=first.weight,
     )
 
 

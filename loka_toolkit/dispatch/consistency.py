@@ -14,6 +14,8 @@ import torch
 from loka_toolkit.artifacts.dispatch_table import ANY_CALL, DispatchTable, Entry
 from loka_toolkit.artifacts.safety_map import Verdict
 from loka_toolkit.artifacts.sites import Role, token_axis
+from loka_toolkit.dispatch.plans import ACTIVATION_ROLES
+from loka_toolkit.dispatch.signatures import BATCH_AXIS
 from loka_toolkit.dispatch.validate import Check
 from loka_toolkit.numerics.recipes import Scaling, all_recipes
 from loka_toolkit.numerics.scaling import SMALLEST_SCALE
@@ -81,8 +83,12 @@ def _check_shape(entry: Entry) -> Iterator[Check]:
     if entry.role not in Role.__members__.values():
         return
     axis = token_axis(Role(entry.role))
+    if axis is None or (entry.token_axis == BATCH_AXIS and entry.role in ACTIVATION_ROLES):
+        axis = BATCH_AXIS
     if entry.token_axis != axis:
         yield _failed(entry, "token_axis", _text(axis), entry.token_axis)
+    if axis == BATCH_AXIS and entry.weight is not None:
+        yield _failed(entry, "weight", "null, for it multiplies two activations", entry.weight)
     for name, width in (("m", entry.m), ("k", entry.k)):
         if name == axis and width is not None:
             yield _failed(entry, name, "null, the tokens", width)
@@ -93,14 +99,18 @@ def _check_shape(entry: Entry) -> Iterator[Check]:
 def _check_scales(entry: Entry) -> Iterator[Check]:
     recipe = _RECIPES.get(entry.recipe)
     if recipe is not None:
-        policy = STATIC if recipe.scaling is Scaling.STATIC else DYNAMIC
+        policy = STATIC if recipe.has_static_scale else DYNAMIC
         if entry.scale_policy != policy:
             expected = f"{policy!r} for {entry.recipe}"
             yield _failed(entry, "scale_policy", expected, entry.scale_policy)
     elif entry.scale_policy not in (STATIC, DYNAMIC):
         yield _failed(entry, "scale_policy", f"{STATIC!r} or {DYNAMIC!r}", entry.scale_policy)
-    static = entry.scale_policy == STATIC
-    for name, scale in (("scale_a", entry.scale_a), ("scale_b", entry.scale_b)):
+    static_a = static_b = entry.scale_policy == STATIC
+    if recipe is not None:
+        static_a, static_b = (scaling is Scaling.STATIC for scaling in recipe.scalings)
+    policies = (static_a, static_b)
+    scales = zip(("scale_a", "scale_b"), (entry.scale_a, entry.scale_b), policies, strict=True)
+    for name, scale, static in scales:
         if not static and scale is not None:
             yield _failed(entry, name, "null, for the scales are dynamic", scale)
         if static and (scale is None or not SMALLEST_SCALE <= scale <= _LARGEST_SCALE):

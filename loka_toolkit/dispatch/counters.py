@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from loka_toolkit.artifacts.dispatch_table import MissReason
-from loka_toolkit.kernels.contract import Candidate
+from loka_toolkit.kernels.contract import Candidate, Side
 
 
 class Outcome(enum.IntEnum):
@@ -47,13 +47,14 @@ class Slot:
         candidate: The kernel.
         scale_a: Static decode scale of A, or None.
         scale_b: Static decode scale of B, or None.
-        relative_to_loss_scale: Whether ``scale_a`` is per unit of loss scale.
+        gradient: The factor that is a gradient, whose static scale is per unit of loss scale, or
+            None in forward.
     """
 
     candidate: Candidate
     scale_a: float | None
     scale_b: float | None
-    relative_to_loss_scale: bool
+    gradient: Side | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +62,8 @@ class DeviceState:
     """An installation's tensors on one device.
 
     Attributes:
-        counts: int64 [slots, outcomes].
+        counts: int64 [rows, outcomes]: a row per slot, then one per routed module for products of
+            which the table does not know.
         loss_scale: float32 scalar.
         scale_a: float32 scalar per slot, or None.
         scale_b: float32 scalar per slot, or None.
@@ -83,8 +85,9 @@ class Bank:
     Custom ops can carry numbers but no Python objects, so they name their bank by ``id``.
     """
 
-    def __init__(self, slots: Sequence[Slot], device: torch.device) -> None:
+    def __init__(self, slots: Sequence[Slot], device: torch.device, more_rows: int = 0) -> None:
         self.slots = tuple(slots)
+        self.rows = len(self.slots) + more_rows
         self.id = next(_IDS)
         self._states: dict[torch.device, DeviceState] = {}
         self.on(device)
@@ -98,10 +101,18 @@ class Bank:
         """Return the tensors on ``device``, made now if the model was moved there."""
         if device not in self._states:
             others = list(self._states.values())
-            self._states[device] = _new_state(self.slots, device)
+            self._states[device] = _new_state(self.slots, self.rows, device)
             if others:
                 self._states[device].loss_scale.copy_(others[0].loss_scale)
         return self._states[device]
+
+    def count(self, device: torch.device, row: int, outcome: int) -> None:
+        """Add one to a counter, on the device and without a synchronization."""
+        self.on(device).counts[row, outcome].add_(1)
+
+    def anywhere(self) -> DeviceState:
+        """Return the tensors on the device where the model was when the table was installed."""
+        return next(iter(self._states.values()))
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
         """Set the loss scale on every device, without a synchronization if it is a tensor."""
@@ -112,8 +123,8 @@ class Bank:
                 state.loss_scale.fill_(scale)
 
     def totals(self) -> list[list[int]]:
-        """Return the counts, [slots][outcomes], over all devices; this synchronizes."""
-        total = torch.zeros(len(self.slots), len(Outcome), dtype=torch.int64)
+        """Return the counts, [rows][outcomes], over all devices; this synchronizes."""
+        total = torch.zeros(self.rows, len(Outcome), dtype=torch.int64)
         for state in self._states.values():
             total += state.counts.cpu()
         rows: list[list[int]] = total.tolist()
@@ -134,7 +145,7 @@ def bank(bank_id: int) -> Bank:
     return found
 
 
-def _new_state(slots: Sequence[Slot], device: torch.device) -> DeviceState:
+def _new_state(slots: Sequence[Slot], rows: int, device: torch.device) -> DeviceState:
     def scalar(value: float | None) -> Tensor | None:
         if value is None:
             return None
@@ -142,7 +153,7 @@ def _new_state(slots: Sequence[Slot], device: torch.device) -> DeviceState:
 
     with torch.inference_mode(False):
         return DeviceState(
-            counts=torch.zeros(len(slots), len(Outcome), dtype=torch.int64, device=device),
+            counts=torch.zeros(rows, len(Outcome), dtype=torch.int64, device=device),
             loss_scale=torch.ones((), dtype=torch.float32, device=device),
             scale_a=tuple(scalar(slot.scale_a) for slot in slots),
             scale_b=tuple(scalar(slot.scale_b) for slot in slots),

@@ -12,18 +12,20 @@ import torch
 from torch import Tensor, nn
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable, MissReason
-from loka_toolkit.artifacts.sites import Role
+from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Operand, Role
 from loka_toolkit.dispatch.check import chip_of_model
 from loka_toolkit.dispatch.consistency import check_consistency
 from loka_toolkit.dispatch.counters import Bank, Outcome, Slot
-from loka_toolkit.dispatch.options import torch_dtype
-from loka_toolkit.dispatch.resolve import ResolvedEntry, SiteStatus, resolve
-from loka_toolkit.dispatch.runtime import ROUTE_ATTRIBUTE, RoleRoute, Route, RoutedLinear
+from loka_toolkit.dispatch.entries import ResolvedEntry, SiteStatus
+from loka_toolkit.dispatch.placing import CounterRow, place_routes, plan_routes
+from loka_toolkit.dispatch.resolve import resolve
+from loka_toolkit.dispatch.signatures import BATCH_AXIS
 from loka_toolkit.dispatch.validate import check_entries, check_validators, refuse_or_warn
+from loka_toolkit.dispatch.wrapping import bank_of, give_route, restore, routed_modules
 from loka_toolkit.environment import CPU_CHIP, current_environment
 from loka_toolkit.errors import NoMatchError, TableError, TableMismatchError
 from loka_toolkit.kernels.catalog import catalog
-from loka_toolkit.kernels.contract import Candidate
+from loka_toolkit.kernels.contract import Candidate, Side
 
 _SHOWN_MISMATCHES = 8
 
@@ -35,7 +37,10 @@ class Counts(msgspec.Struct, frozen=True):
         hits: Products that ran their candidate, by role.
         misses: Products with an entry that ran in their original precision all the same, by
             reason and role: ``env`` for another kind of device, ``shape`` for another token count,
-            ``layout`` for another dtype of the operands than the entry's.
+            ``layout`` for another dtype of the operands than the entry's. Where the products of a
+            module are caught: ``shape`` also for a product of which the table does not know,
+            ``layout`` for a call that cannot be followed, and once per entry and call of the module
+            ``env`` where it runs compiled.
         sites_missed: Sites without an entry that holds, by reason and role. Their products are not
             counted: those modules run as if nothing were installed.
     """
@@ -50,15 +55,18 @@ class SiteCounts(msgspec.Struct, frozen=True):
 
     Attributes:
         fqn: Module path.
-        role: Its role.
+        role: Its role; ``fwd`` for the products of which the table does not know.
         hits: Products that ran the candidate.
         misses: Products that did not, by reason as in :class:`Counts`.
+        calls: Indices of the products in the module for which the row stands, ``*`` for all of an
+            ``nn.Linear``; empty for the products of which the table does not know.
     """
 
     fqn: str
     role: str
     hits: int
     misses: dict[str, int]
+    calls: tuple[int | str, ...]
 
 
 class Installation:
@@ -70,13 +78,13 @@ class Installation:
         table: DispatchTable,
         sites: tuple[SiteStatus, ...],
         bank: Bank,
-        slots: Sequence[ResolvedEntry],
+        rows: Sequence[CounterRow],
     ) -> None:
         self.table = table
         self._model = model
         self._sites = sites
         self._bank = bank
-        self._slots = tuple(slots)
+        self._rows = tuple(rows)
 
     def sites(self) -> tuple[SiteStatus, ...]:
         """Return one row per site: the candidate that runs it, or why none does."""
@@ -87,7 +95,8 @@ class Installation:
         hits: dict[str, int] = {}
         misses: dict[str, dict[str, int]] = {}
         for site in self.counts_by_site():
-            hits[site.role] = hits.get(site.role, 0) + site.hits
+            if site.calls:
+                hits[site.role] = hits.get(site.role, 0) + site.hits
             for reason, count in site.misses.items():
                 by_role = misses.setdefault(reason, {})
                 by_role[site.role] = by_role.get(site.role, 0) + count
@@ -101,14 +110,13 @@ class Installation:
     def counts_by_site(self) -> tuple[SiteCounts, ...]:
         """Return hits and misses of every routed site; this synchronizes the device."""
         rows = []
-        for resolved, totals in zip(self._slots, self._bank.totals(), strict=True):
+        for row, totals in zip(self._rows, self._bank.totals(), strict=True):
             misses = {
                 _reason(outcome).value: totals[outcome]
                 for outcome in Outcome
                 if outcome is not Outcome.HIT and totals[outcome]
             }
-            entry = resolved.entry
-            rows.append(SiteCounts(entry.fqn, entry.role, totals[Outcome.HIT], misses))
+            rows.append(SiteCounts(row.fqn, row.role, totals[Outcome.HIT], misses, row.calls))
         return tuple(rows)
 
     def set_loss_scale(self, scale: float | Tensor) -> None:
@@ -126,22 +134,20 @@ class Installation:
         For recording while a table is installed: the recorder sees products of aten, and the
         operands of the original precision are the true ones. A compiled model is compiled again.
         """
-        routes = [(m, m.loka_route) for m in self._routed_modules()]
-        for module, _ in routes:
-            _restore(module)
+        routed = [(module, *restore(module)) for module in self._routed_modules()]
         try:
             yield
         finally:
-            for module, route in routes:
-                _give_route(module, route)
+            for module, route, cls in routed:
+                give_route(module, cls, route)
 
     def uninstall(self) -> None:
         """Take the table out of the model; does nothing the second time."""
         for module in self._routed_modules():
-            _restore(module)
+            restore(module)
 
-    def _routed_modules(self) -> list[RoutedLinear]:
-        return [m for m in _routed(self._model) if m.loka_route.bank is self._bank]
+    def _routed_modules(self) -> list[nn.Module]:
+        return [m for m in routed_modules(self._model) if bank_of(m) is self._bank]
 
     def __enter__(self) -> Installation:
         """Return self."""
@@ -164,12 +170,12 @@ def install(
     allow_unmeasured: bool = False,
     candidates: Sequence[Candidate] | None = None,
 ) -> Installation:
-    """Route the products of a model's linear layers as a table says.
+    """Route the products of a model as a table says.
 
-    A routed ``nn.Linear`` gets the class :class:`RoutedLinear`; parameters, ``state_dict`` keys,
-    tying, hooks and optimizer state stay as they are. A site without an entry that holds runs as
-    before. Install after the model was moved to its device; wrapping and compiling may come before
-    or after.
+    A routed ``nn.Linear`` gets the class :class:`RoutedLinear`, any other module whose products
+    have entries a subclass of its own class; parameters, ``state_dict`` keys, tying, hooks and
+    optimizer state stay as they are. A site without an entry that holds runs as before. Install
+    after the model was moved to its device; wrapping and compiling may come before or after.
 
     Args:
         model: The model.
@@ -185,7 +191,7 @@ def install(
         TableMismatchError: If entries name layers that the model does not have, or of another size.
     """
     table = table if isinstance(table, DispatchTable) else DispatchTable.load(table)
-    if any(True for _ in _routed(model)):
+    if routed_modules(model):
         raise TableError("a table is installed in this model already; call uninstall(model) first")
     known = {c.name: c for c in (catalog() if candidates is None else candidates)}
     environment = current_environment()
@@ -200,18 +206,10 @@ def install(
     resolution = resolve(table, model, known, chip)
     if resolution.mismatches:
         raise _mismatch_error(resolution.mismatches)
-    slots = [r for _, by_role in resolution.routes for r in by_role.values()]
-    bank = Bank([_slot(resolved) for resolved in slots], _device_of(model))
-    index = {id(resolved): number for number, resolved in enumerate(slots)}
-    device_type = "cpu" if chip.name == CPU_CHIP else "cuda"
-    for module, by_role in resolution.routes:
-        routes = {
-            role: _role_route(resolved, index[id(resolved)], device_type)
-            for role, resolved in by_role.items()
-        }
-        route = Route(bank, routes.get(Role.FWD), routes.get(Role.DGRAD), routes.get(Role.WGRAD))
-        _give_route(module, route)
-    return Installation(model, table, resolution.sites, bank, slots)
+    plan = plan_routes(resolution)
+    bank = Bank([_slot(entry) for entry in plan.entries], _device_of(model), len(plan.modules))
+    place_routes(plan, bank, "cpu" if chip.name == CPU_CHIP else "cuda")
+    return Installation(model, table, resolution.sites, bank, plan.rows)
 
 
 def uninstall(model: nn.Module) -> None:
@@ -220,11 +218,11 @@ def uninstall(model: nn.Module) -> None:
     Raises:
         NoMatchError: If there is none.
     """
-    routed = list(_routed(model))
+    routed = routed_modules(model)
     if not routed:
-        raise NoMatchError("routed layer", "nn.Linear", ())
+        raise NoMatchError("routed module", "nn.Linear", ())
     for module in routed:
-        _restore(module)
+        restore(module)
 
 
 def _device_of(model: nn.Module) -> torch.device:
@@ -234,41 +232,16 @@ def _device_of(model: nn.Module) -> torch.device:
     return parameter.device
 
 
-def _routed(model: nn.Module) -> list[RoutedLinear]:
-    return [module for module in model.modules() if isinstance(module, RoutedLinear)]
-
-
-def _give_route(module: nn.Module, route: Route) -> None:
-    module.__class__ = RoutedLinear
-    module.__dict__[ROUTE_ATTRIBUTE] = route
-
-
-def _restore(module: RoutedLinear) -> None:
-    del module.__dict__[ROUTE_ATTRIBUTE]
-    module.__class__ = nn.Linear  # type: ignore[assignment]
-
-
 def _slot(resolved: ResolvedEntry) -> Slot:
     entry = resolved.entry
     static = entry.scale_policy == "static"
-    gradient_is_a = Role(entry.role) in (Role.DGRAD, Role.WGRAD)
+    operands = GEMM_OPERANDS[Role(entry.role), entry.token_axis != BATCH_AXIS]
+    sides = [side for side, operand in zip(Side, operands, strict=True) if operand is Operand.G]
     return Slot(
         candidate=resolved.candidate,
         scale_a=entry.scale_a if static else None,
         scale_b=entry.scale_b if static else None,
-        relative_to_loss_scale=gradient_is_a,
-    )
-
-
-def _role_route(resolved: ResolvedEntry, slot: int, device_type: str) -> RoleRoute:
-    entry = resolved.entry
-    return RoleRoute(
-        slot=slot,
-        tokens_min=entry.tokens_min,
-        tokens_max=entry.tokens_max,
-        granularity=resolved.granularity,
-        dtype=torch_dtype(entry.dtype),
-        device_type=device_type,
+        gradient=sides[0] if sides else None,
     )
 
 

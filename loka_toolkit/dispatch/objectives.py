@@ -61,6 +61,10 @@ def predicted_fastest(options: Mapping[Role, tuple[Option, ...]], predict: Predi
     picked: dict[Role, Picked] = {}
     passed: dict[Role, Refusal] = {}
     for role, found in options.items():
+        if any(cell.batch > 1 for cell in found[0].cells):
+            detail = "the roofline says nothing of a batch, which some kernels compute one by one"
+            passed[role] = Refusal(MissReason.NOT_FASTER, detail)
+            continue
         known = []
         for option in found:
             speedups = [predict(problem_of(cell), option.recipe) for cell in option.cells]
@@ -153,7 +157,8 @@ def _layer_us(routed: Mapping[Role, Option]) -> float:
     total = sum(_own_time(option) or 0.0 for option in routed.values())
     by_call: dict[int, list[tuple[Cast, float | None]]] = {}
     for role, option in routed.items():
-        cast_a, cast_b = casts_of(role, option.recipe)
+        has_parameter = option.cells[0].weight is not None
+        cast_a, cast_b = casts_of(role, option.recipe, has_parameter=has_parameter)
         for row in option.rows:
             casts = by_call.setdefault(row.call, [])
             casts += [(cast_a, row.cast_a_us), (cast_b, row.cast_b_us)]

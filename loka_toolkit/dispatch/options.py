@@ -1,7 +1,8 @@
 """Options: the candidates that may serve a site, or the reason why none may.
 
-A module's calls run the same code, so its sites are judged together: an option must be safe, and
-must have passed replay where there is one, at every call of the module in that role.
+Calls that cannot be told apart when they run are judged together: all calls of an ``nn.Linear``,
+and of any other module those with one signature. An option must be safe, and must have passed
+replay where there is one, at every one of them in that role.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from loka_toolkit.artifacts.replay_results import ReplayRow, Status
 from loka_toolkit.artifacts.safety_map import Cell, Verdict
 from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Role
 from loka_toolkit.dispatch.plans import LINEAR_ROLES
+from loka_toolkit.dispatch.signatures import Signature, signature_of
 from loka_toolkit.errors import UnknownNameError
 from loka_toolkit.kernels.contract import Candidate, Chip, Problem
 from loka_toolkit.numerics.recipes import (
@@ -26,11 +28,14 @@ from loka_toolkit.numerics.recipes import (
     all_recipes,
 )
 
+LINEAR = "Linear"
+"""Class name of the modules that are routed by their class, all calls together."""
+
 MAX_SCALE_RATIO = 2.0
 """Largest ratio of two calls' static scales that one scale may stand for. Static scales usually
 leave a headroom of 8, and the error of E4M3 hardly changes up to a headroom of 16."""
 
-_KNOWN = all_recipes()
+_KNOWN = {name: recipe for name, recipe in all_recipes().items() if not recipe.is_baseline}
 
 _STATUS_REASONS: dict[Status, MissReason] = {
     Status.WRONG_NUMERICS: MissReason.UNSAFE,
@@ -64,17 +69,19 @@ class Evidence:
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The sites of one module in one role, over all its calls.
+    """The sites of one module in one role, over all calls that cannot be told apart.
 
     Attributes:
         fqn: Module path.
         role: The role.
         calls: Cells by call, each a mapping from recipe name to cell.
+        signature: What the products are known by; None for all calls of an ``nn.Linear``.
     """
 
     fqn: str
     role: Role
     calls: Mapping[int, Mapping[str, Cell]]
+    signature: Signature | None = None
 
     @property
     def cells(self) -> tuple[Cell, ...]:
@@ -136,12 +143,18 @@ Refusals = Mapping[int, Refusal]
 
 
 def group_cells(cells: Iterable[Cell]) -> tuple[Group, ...]:
-    """Group the cells of the replaceable and other GEMM sites by module and role, in order."""
-    found: dict[tuple[str, str], dict[int, dict[str, Cell]]] = {}
+    """Group the cells by module, by what is known of them when they run, and by role, in order."""
+    found: dict[tuple[str, str, Signature | None, bool], dict[int, dict[str, Cell]]] = {}
     for cell in cells:
-        by_call = found.setdefault((cell.fqn, cell.role), {})
+        signature = None if cell.module_type == LINEAR else signature_of(cell)
+        # What no kernel can stand in for is not caught, and so is told apart.
+        apart = cell.dispatchable or cell.module_type == LINEAR
+        by_call = found.setdefault((cell.fqn, cell.role, signature, apart), {})
         by_call.setdefault(cell.call, {})[cell.recipe] = cell
-    return tuple(Group(fqn, Role(role), calls) for (fqn, role), calls in found.items())
+    return tuple(
+        Group(fqn, Role(role), calls, signature)
+        for (fqn, role, signature, _), calls in found.items()
+    )
 
 
 def options_for(group: Group, evidence: Evidence) -> tuple[Option, ...] | Refusals:
@@ -202,10 +215,11 @@ def _structural_refusals(group: Group) -> Refusals | None:
     One module may compute products of several kinds, so each call is judged by itself; a call that
     could be replaced but for the others says so, since the calls of a module run together.
     """
+    is_layer = next(iter(group.cells)).module_type == LINEAR
     found = {
         call: why
         for call, cell in zip(group.calls, group.cells, strict=True)
-        if (why := _why_not_replaceable(cell)) is not None
+        if (why := _why_not_replaceable(cell, is_layer=is_layer)) is not None
     }
     if found:
         others = ", ".join(map(str, found))
@@ -213,28 +227,22 @@ def _structural_refusals(group: Group) -> Refusals | None:
         together = Refusal(MissReason.CONFLICT, detail)
         refused = {call: Refusal(MissReason.NOT_REPLACEABLE, why) for call, why in found.items()}
         return {call: refused.get(call, together) for call in group.calls}
-    if len({_fixed_facts(cell) for cell in group.cells}) > 1:
+    if len({_fixed_facts(cell, cell.weight) for cell in group.cells}) > 1:
         detail = "its calls differ in dtype or in the dimensions that are not the token count"
         return dict.fromkeys(group.calls, Refusal(MissReason.CONFLICT, detail))
     return None
 
 
-def _why_not_replaceable(cell: Cell) -> str | None:
+def _why_not_replaceable(cell: Cell, *, is_layer: bool) -> str | None:
     """Return why no kernel may stand in for the product of one call, or None."""
     if not cell.dispatchable:
         return f"no kernel can stand in for this product of {cell.module_type}"
-    if cell.weight is None:
-        return (
-            f"a product of two activations in {cell.module_type}; only those of nn.Linear with its "
-            "weight are replaced"
-        )
-    if cell.module_type != "Linear":
-        return (
-            f"a product with {cell.weight} in {cell.module_type}, which is not an nn.Linear; only "
-            "nn.Linear is replaced"
-        )
-    if cell.role not in LINEAR_ROLES or cell.batch != 1:
+    if is_layer and cell.weight is None:
+        return "a product of two activations in an nn.Linear, which is routed by its class"
+    if is_layer and (cell.role not in LINEAR_ROLES or cell.batch != 1):
         return f"{cell.role} with a batch of {cell.batch} is no product of nn.Linear"
+    if signature_of(cell) is None:
+        return f"{cell.role} with a batch of {cell.batch} is no product that can be caught"
     return None
 
 
@@ -247,6 +255,7 @@ def _safe_recipes(cells: Mapping[str, Cell]) -> dict[str, Cell]:
 
 
 def _not_safe(cells: Mapping[str, Cell]) -> Refusal:
+    cells = {name: cell for name, cell in cells.items() if name in _KNOWN} or cells
     unsafe = all(cell.verdict is Verdict.UNSAFE for cell in cells.values())
     pool = [cell for cell in cells.values() if (cell.verdict is Verdict.UNSAFE) == unsafe] or list(
         cells.values()
@@ -307,11 +316,10 @@ def _replayed(candidate: Candidate, cell: Cell, row: ReplayRow | None) -> Replay
         detail = f"{candidate.name} was not replayed at {cell.site}"
         detail = f"{detail}: replay it, or build without a replay"
         return Refusal(MissReason.INSUFFICIENT, detail, depth=2)
-    if _fixed_facts(row) != _fixed_facts(cell):
-        detail = (
-            f"{candidate.name} was replayed with {_fixed_facts(row)}, and the site has "
-            f"{_fixed_facts(cell)}: replay it"
-        )
+    replayed, recorded = _fixed_facts(row, cell.weight), _fixed_facts(cell, cell.weight)
+    if replayed != recorded:
+        detail = f"{candidate.name} was replayed with {replayed}, and the site has {recorded}"
+        detail = f"{detail}: replay it"
         return Refusal(MissReason.INSUFFICIENT, detail, depth=2)
     if row.status is not Status.OK:
         why = f": {row.detail}" if row.detail else ""
@@ -320,20 +328,31 @@ def _replayed(candidate: Candidate, cell: Cell, row: ReplayRow | None) -> Replay
     return row
 
 
-def _fixed_facts(site: Cell | ReplayRow) -> str:
+def _fixed_facts(site: Cell | ReplayRow, weight: str | None) -> str:
     """Return what does not depend on the token count, as text."""
+    if weight is None:
+        return f"m={site.m} n={site.n} k={site.k} {site.dtype}"
     width = f"m={site.m}" if site.role == Role.WGRAD.value else f"k={site.k}"
     return f"batch={site.batch} n={site.n} {width} {site.dtype}"
 
 
 def _is_static(recipe: Recipe) -> bool:
-    return recipe.scaling is Scaling.STATIC
+    return recipe.has_static_scale
 
 
 def _with_static_scales(option: Option, group: Group, evidence: Evidence) -> Option | Refusal:
-    scales = []
-    formats = (option.recipe.format_a, option.recipe.format_b)
-    for operand, format_name in zip(GEMM_OPERANDS[(group.role, True)], formats, strict=True):
+    scales: list[float | None] = []
+    recipe = option.recipe
+    sides = zip(
+        GEMM_OPERANDS[(group.role, option.cells[0].weight is not None)],
+        (recipe.format_a, recipe.format_b),
+        recipe.scalings,
+        strict=True,
+    )
+    for operand, format_name, scaling in sides:
+        if scaling is not Scaling.STATIC:
+            scales.append(None)
+            continue
         found = []
         for call in group.calls:
             entry = evidence.scales.get((f"{group.fqn}#{call}", operand.value))

@@ -1,21 +1,23 @@
-"""Which modules of a model can be routed."""
+"""Which linear layers are routed by their class."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from loka_toolkit.artifacts.sites import canonical_fqn
 from loka_toolkit.dispatch.runtime import RoutedLinear
 
 
-def why_not_replaceable(module: nn.Module) -> str | None:
-    """Return None if the module's products can be routed, else one clause that says why not.
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is exactly an ``nn.Linear``, routed or not.
 
-    Exactly ``nn.Linear`` can: a subclass may compute something else in its forward.
+    A subclass may compute something else: its products are caught like those of any module.
     """
-    if type(module) is not nn.Linear and type(module) is not RoutedLinear:
-        return f"the module is a {type(module).__name__}; only nn.Linear itself is replaced"
+    return type(module) is nn.Linear or type(module) is RoutedLinear
+
+
+def why_not_replaceable(module: nn.Module) -> str | None:
+    """Return None if a linear layer can be routed, else one clause that says why not."""
     if "forward" in module.__dict__:
         return "its forward was replaced on the instance"
     weight = module.weight
@@ -24,13 +26,3 @@ def why_not_replaceable(module: nn.Module) -> str | None:
     if weight.layout is not torch.strided or weight.is_quantized:
         return "its weight is sparse or quantized"
     return None
-
-
-def modules_by_fqn(model: nn.Module) -> dict[str, tuple[nn.Module, ...]]:
-    """Return the distinct modules of every canonical path; a shared module has several paths."""
-    found: dict[str, list[nn.Module]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        mine = found.setdefault(canonical_fqn(name), [])
-        if all(module is not other for other in mine):
-            mine.append(module)
-    return {fqn: tuple(modules) for fqn, modules in found.items()}

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from loka_toolkit.dispatch.counters import Bank, Outcome, bank
+from loka_toolkit.dispatch.decompose import cast_as_autocast
+from loka_toolkit.dispatch.frames import is_catching, run_in_frame
 from loka_toolkit.kernels.contract import Side
 
 
@@ -35,8 +37,8 @@ def gemm(
     """Multiply with the candidate of a slot, and count a hit.
 
     Args:
-        a: [M, K], any strides.
-        b: [K, N], any strides.
+        a: [M, K] or [batch, M, K], any strides.
+        b: [K, N] or [batch, K, N], any strides.
         scale_a: Static decode scale of A, float32 scalar, or None to compute it.
         scale_b: The same for B.
         out_dtype: Dtype of the product.
@@ -44,7 +46,7 @@ def gemm(
         slot: The entry in it.
 
     Returns:
-        [M, N], contiguous.
+        [M, N] or [batch, M, N], contiguous.
     """
     owner = bank(bank_id)
     candidate = owner.slots[slot].candidate
@@ -52,7 +54,7 @@ def gemm(
         product = candidate.run(
             candidate.prepare(a, Side.A, scale_a), candidate.prepare(b, Side.B, scale_b), out_dtype
         )
-    owner.on(a.device).counts[slot, Outcome.HIT] += 1
+    owner.count(a.device, slot, int(Outcome.HIT))
     return product.contiguous()
 
 
@@ -66,7 +68,7 @@ def _(
     bank_id: int,
     slot: int,
 ) -> Tensor:
-    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
+    return a.new_empty((*a.shape[:-1], b.shape[-1]), dtype=out_dtype)
 
 
 @torch.library.custom_op("loka::missed_linear", mutates_args=())
@@ -88,7 +90,7 @@ def missed_linear(
     """
     with torch.autocast(x.device.type, enabled=False):
         product = F.linear(x, weight, bias)
-    bank(bank_id).on(x.device).counts[slot, outcome] += 1
+    bank(bank_id).count(x.device, slot, outcome)
     return product.contiguous()
 
 
@@ -104,13 +106,31 @@ def missed_mm(a: Tensor, b: Tensor, bank_id: int, slot: int, outcome: int) -> Te
     """Multiply [M, K] and [K, N] in their own precision, and count a miss."""
     with torch.autocast(a.device.type, enabled=False):
         product = torch.mm(a, b)
-    bank(bank_id).on(a.device).counts[slot, outcome] += 1
+    bank(bank_id).count(a.device, slot, outcome)
     return product
 
 
 @missed_mm.register_fake
 def _(a: Tensor, b: Tensor, bank_id: int, slot: int, outcome: int) -> Tensor:
     return a.new_empty((a.shape[0], b.shape[1]))
+
+
+@torch.library.custom_op("loka::count_misses", mutates_args=("counts",))
+def count_misses(counts: Tensor, slots: list[int], outcome: int) -> None:
+    """Count one miss in each of several rows of the counters.
+
+    Args:
+        counts: int64 [rows, outcomes].
+        slots: The rows.
+        outcome: Why they are misses.
+    """
+    for slot in slots:
+        counts[slot, outcome].add_(1)
+
+
+@count_misses.register_fake
+def _(counts: Tensor, slots: list[int], outcome: int) -> None:
+    return None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,14 +198,20 @@ class RoutedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return x w^T + b, [..., O], each product as its route says; x is [..., I]."""
-        x: Tensor = input
+        if not torch.compiler.is_compiling() and is_catching():
+            # Its products are routed here, and not by the mode of a module around it.
+            output: Tensor = run_in_frame(self, None, None, self._routed, (input,), {})
+            return output
+        return self._routed(input)
+
+    def _routed(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         bias: Tensor | None = self.bias
         device = x.device.type
         if torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
-            x, weight = _as_autocast(x, dtype), _as_autocast(weight, dtype)
-            bias = None if bias is None else _as_autocast(bias, dtype)
+            x, weight = cast_as_autocast(x, dtype), cast_as_autocast(weight, dtype)
+            bias = None if bias is None else cast_as_autocast(bias, dtype)
         odd_bias = bias is not None and bias.dtype != weight.dtype
         if x.dtype != weight.dtype or x.shape[-1:] != weight.shape[1:] or odd_bias:
             return F.linear(x, weight, bias)  # raises what nn.Linear raises
@@ -217,13 +243,6 @@ class RoutedLinear(nn.Linear):
         return copyreg._reconstructor, (nn.Linear, object, None), state  # type: ignore[attr-defined]
 
 
-def _as_autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast as autocast does: floating-point tensors except float64."""
-    if not tensor.is_floating_point() or tensor.dtype == torch.float64:
-        return tensor
-    return tensor.to(dtype)
-
-
 class _RoutedProducts(torch.autograd.Function):
     """y = x w^T + b and its gradients, each product through its route."""
 
@@ -240,7 +259,7 @@ class _RoutedProducts(torch.autograd.Function):
             slot = route.fwd.slot
             missed: Tensor = missed_linear(x, weight, bias, route.bank.id, slot, int(outcome))
             return missed
-        y = _hit(x.reshape(tokens, x.shape[-1]), weight.t(), route, route.fwd)
+        y = hit(x.reshape(tokens, x.shape[-1]), weight.t(), route.bank, route.fwd)
         if bias is not None:
             y = y + bias
         # Not a view: an activation that works in place may follow, as after nn.Linear.
@@ -284,7 +303,7 @@ def _product(
     """
     outcome = None if role is None else role.outcome(tokens, a.dtype, a.device.type)
     if role is not None and outcome is Outcome.HIT:
-        return _hit(a, b, route, role)
+        return hit(a, b, route.bank, role)
     left, right = (b.t(), a.t()) if transposed else (a, b)
     if role is None:
         product = torch.mm(left, right)
@@ -293,12 +312,23 @@ def _product(
     return product.t() if transposed else product
 
 
-def _hit(a: Tensor, b: Tensor, route: Route, role: RoleRoute) -> Tensor:
-    state = route.bank.on(a.device)
+def hit(a: Tensor, b: Tensor, owner: Bank, role: RoleRoute) -> Tensor:
+    """Return a b by the candidate of a role.
+
+    Args:
+        a: [M, K] or [batch, M, K].
+        b: [K, N] or [batch, K, N].
+        owner: The installation's counters and scales.
+        role: The role.
+    """
+    state = owner.on(a.device)
     scale_a, scale_b = state.scale_a[role.slot], state.scale_b[role.slot]
-    if scale_a is not None and route.bank.slots[role.slot].relative_to_loss_scale:
+    gradient = owner.slots[role.slot].gradient
+    if scale_a is not None and gradient is Side.A:
         scale_a = scale_a * state.loss_scale
-    product: Tensor = gemm(a, b, scale_a, scale_b, a.dtype, route.bank.id, role.slot)
+    if scale_b is not None and gradient is Side.B:
+        scale_b = scale_b * state.loss_scale
+    product: Tensor = gemm(a, b, scale_a, scale_b, a.dtype, owner.id, role.slot)
     return product
 
 

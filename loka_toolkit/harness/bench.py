@@ -128,7 +128,16 @@ class Bench:
             draws = [self._drawer.draw(workload, index) for index in range(self.settings.draws)]
             self._drawn = (
                 workload,
-                [Trial(d.a, d.b, workload.problem.dtype, (d.amax_a, d.amax_b)) for d in draws],
+                [
+                    Trial(
+                        d.a,
+                        d.b,
+                        workload.problem.dtype,
+                        (d.amax_a, d.amax_b),
+                        parameter=workload.problem.multiplies_parameter,
+                    )
+                    for d in draws
+                ],
                 draws[0].inputs,
             )
         return self._drawn[1], self._drawn[2]

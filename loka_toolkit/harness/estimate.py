@@ -92,9 +92,9 @@ def _estimate(workload: Workload, recipe: str, chip: ChipData) -> Estimate:
     baseline = gemm_time_us(p.batch, p.m, p.n, p.k, BASELINE, chip)
     cast_a = cast_b = 0.0
     if recipe not in BASELINE_RECIPES:
-        scaling = parse_recipe(recipe).scaling
-        cast_a = cast_time_us(p.batch * p.m, p.k, scaling, chip)
-        cast_b = cast_time_us(p.batch * p.n, p.k, scaling, chip)
+        scaling_a, scaling_b = parse_recipe(recipe).scalings
+        cast_a = cast_time_us(p.batch * p.m, p.k, scaling_a, chip)
+        cast_b = cast_time_us(p.batch * p.n, p.k, scaling_b, chip)
     total = gemm + cast_a + cast_b
     return Estimate(
         site=str(workload.site),

@@ -1,37 +1,44 @@
 """Operands drawn from the distribution that a trace recorded, deterministic per site and draw.
 
-Samples are rows over features: a row is ``mean + L z`` with z standard normal and L L^T the
-recorded covariance. For a gradient ``g`` the direction comes from there and the row's norm from the
-recorded quantiles, because norms of gradient rows vary by orders of magnitude and no normal does.
-Forward products of such draws reproduce the true FP8 error within 1-5 %. A wgrad product depends on
-the cross moment of x and g, which is not recorded: its *excess* is meaningful, its SQNR is not that
-of the training run.
+What decides the FP8 error of a product, and is therefore drawn as recorded:
+
+- of x, a and b: the distribution of every feature, and their covariance
+  (:mod:`loka_toolkit.harness.marginals`);
+- of w: both second moments, along rows and along columns (:mod:`loka_toolkit.harness.spectra`);
+- of g: norms, and directions whose second moment is that of g, norms included
+  (:mod:`loka_toolkit.harness.directions`);
+- of g and x together: the cross moment (:mod:`loka_toolkit.harness.cross`);
+- of a batched product of activations: whole matrices as samples, both factors jointly where they
+  are small enough, kinds of products (heads) apart.
+
+``benchmarks/input_fidelity.py`` measures how close the errors come. Traces of schema 1 have means,
+covariances and seven quantiles of norms only: they are drawn as normals
+(:mod:`loka_toolkit.harness.normal`), whose errors in backward products are off by factors.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
+from typing import Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from loka_toolkit.artifacts.sites import Operand
-from loka_toolkit.artifacts.trace import AMAX_QUANTILES
-from loka_toolkit.harness.moments import FeatureMoments, MomentsOfTrace, TensorMoments
+from loka_toolkit.artifacts.sites import Operand, Role
+from loka_toolkit.harness.cross import CrossSampler
+from loka_toolkit.harness.directions import DirectionSampler
+from loka_toolkit.harness.features import FeatureMoments, TensorMoments
+from loka_toolkit.harness.marginals import CopulaSampler
+from loka_toolkit.harness.moments import MomentsOfTrace
+from loka_toolkit.harness.normal import NormalSampler
+from loka_toolkit.harness.spectra import SpectrumMoments, SpectrumSampler
 from loka_toolkit.harness.workloads import Factor, Workload
-from loka_toolkit.harness.zeros import censored
 
 FROM_MOMENTS = "moments"
 """What ``inputs`` of a row says if both factors were drawn from moments per feature."""
 
-_KEPT_FACTORS = 4
-_LARGEST_POWER = 1e4
-_GRID = 4096
-
-_Float64 = npt.NDArray[np.float64]
+_KEPT_SOURCES = 4
+_JOINT = "ab"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +60,55 @@ class Draw:
     inputs: str
 
 
+class Sampler(Protocol):
+    """Draws samples."""
+
+    def sample(self, count: int, generator: torch.Generator) -> torch.Tensor:
+        """Return samples [count, features], float32."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class _Source:
+    """Where the matrices of an operand come from.
+
+    Attributes:
+        samplers: One for each kind of product; product i is of kind i modulo their number.
+        is_whole: Whether a whole matrix is one sample, and not each of its rows.
+        is_shared: Whether all products of a batch have the same matrix.
+        first: First feature of the operand in a joint sample; None if samples are its own.
+        reason: Why this is not the recorded distribution, or None.
+    """
+
+    samplers: tuple[Sampler, ...]
+    is_whole: bool = False
+    is_shared: bool = False
+    first: int | None = None
+    reason: str | None = None
+
+    def sample(self, batch: int, rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
+        """Return matrices [batch, rows, width], float32."""
+        if self.is_shared:
+            return self.samplers[0].sample(rows, generator).expand(batch, rows, width)
+        kinds = len(self.samplers)
+        parts = []
+        for kind, sampler in enumerate(self.samplers):
+            products = len(range(kind, batch, kinds))
+            count = products if self.is_whole else products * rows
+            drawn = sampler.sample(count, generator)
+            if self.first is not None:
+                drawn = drawn[:, self.first : self.first + rows * width]
+            parts.append(drawn.reshape(products, rows, width))
+        if kinds == 1:
+            return parts[0]
+        out = parts[0].new_empty(batch, rows, width)
+        for kind, part in enumerate(parts):
+            out[kind::kinds] = part
+        return out
+
+
 class InputDrawer:
-    """Draws operands; keeps the last few covariance factors, which a layer's sites share.
+    """Draws operands; keeps what was last worked out, which a layer's sites share.
 
     Args:
         moments: What the trace recorded.
@@ -66,55 +120,112 @@ class InputDrawer:
         self._moments = moments
         self._device = device
         self._seed = seed
-        self._factors: dict[tuple[str, Operand, int], _RowSampler] = {}
+        self._sources: dict[tuple[object, ...], _Source] = {}
+        self._crossings: dict[tuple[object, ...], CrossSampler | None] = {}
 
     def draw(self, workload: Workload, index: int) -> Draw:
         """Return the factors of draw number ``index``."""
         reasons: list[str] = []
-        a, b = (
-            self._factor(workload, factor, index, reasons) for factor in (workload.a, workload.b)
-        )
+        a = self._operand(workload, workload.a, index, reasons)
+        b = self._operand(workload, workload.b, index, reasons)
+        if workload.site.role is Role.WGRAD:
+            a = self._with_cross(workload, a, b, index)
         layer = workload.site.layer
         return Draw(
-            a=a,
-            b=b,
+            a=self._placed(workload, workload.a, a),
+            b=self._placed(workload, workload.b, b),
             amax_a=self._moments.amax(layer, workload.a.operand),
             amax_b=self._moments.amax(layer, workload.b.operand),
             inputs="; ".join(reasons) or FROM_MOMENTS,
         )
 
-    def _factor(
+    def _operand(
         self, workload: Workload, factor: Factor, index: int, reasons: list[str]
     ) -> torch.Tensor:
-        sampler = self._sampler(workload, factor)
-        if sampler.reason is not None:
-            reasons.append(sampler.reason)
-        generator = torch.Generator(self._device)
-        generator.manual_seed(_seed_of(self._seed, workload, factor, index))
-        batch = workload.problem.batch
-        rows = sampler.sample(batch * factor.rows, generator).to(factor.dtype)
-        operand = rows.reshape(batch, factor.rows, factor.width)
+        """Return an operand as recorded, float32 [batch, rows, width]."""
+        layer, batch = workload.site.layer, workload.problem.batch
+        if factor.operand is Operand.B and self._moments.is_tied(layer):
+            turned = dataclasses.replace(
+                factor, operand=Operand.A, rows=factor.width, width=factor.rows
+            )
+            return self._operand(workload, turned, index, reasons).mT
+        source = self._source(workload, factor)
+        if source.reason is not None:
+            reasons.append(source.reason)
+        # Both factors of a joint sample come from the same numbers.
+        name = _JOINT if source.first is not None else factor.operand.value
+        generator = self._generator(workload, name, index)
+        return source.sample(batch, factor.rows, factor.width, generator)
+
+    def _placed(self, workload: Workload, factor: Factor, rows: torch.Tensor) -> torch.Tensor:
+        operand = rows.to(factor.dtype)
         if factor.transposed:
             operand = operand.mT
         return _laid_out(operand if workload.batched else operand[0], factor.layout)
 
-    def _sampler(self, workload: Workload, factor: Factor) -> _RowSampler:
-        key = (workload.site.layer, factor.operand, factor.width)
-        if key not in self._factors:
-            while len(self._factors) >= _KEPT_FACTORS:
-                self._factors.pop(next(iter(self._factors)))
-            self._factors[key] = self._new_sampler(workload.site.layer, factor)
-        return self._factors[key]
+    def _generator(self, workload: Workload, name: str, index: int) -> torch.Generator:
+        generator = torch.Generator(self._device)
+        generator.manual_seed(_seed_of(self._seed, workload, name, index))
+        return generator
 
-    def _new_sampler(self, layer: str, factor: Factor) -> _RowSampler:
-        name = factor.operand.value
-        features = self._moments.features(layer, factor.operand, factor.width)
-        if features is not None and features.is_finite:
-            with_norms = factor.operand is Operand.G
-            return _RowSampler.from_features(features, self._device, with_norms=with_norms)
+    def _with_cross(
+        self, workload: Workload, g: torch.Tensor, x: torch.Tensor, index: int
+    ) -> torch.Tensor:
+        """Return g [1, rows, O] with the recorded cross moment, where there is one."""
+        if workload.problem.batch != 1:
+            return g
+        layer, widths = workload.site.layer, (workload.a.width, workload.b.width)
+        key = (layer, *widths)
+        if key not in self._crossings:
+            self._crossings.clear()
+            self._crossings[key] = self._new_crossing(layer, *widths)
+        crossing = self._crossings[key]
+        if crossing is None:
+            return g
+        return crossing.sample(x[0], self._generator(workload, "gx", index)).unsqueeze(0)
+
+    def _new_crossing(self, layer: str, outputs: int, inputs: int) -> CrossSampler | None:
+        cross = self._moments.cross(layer, outputs, inputs)
+        g = self._moments.features(layer, Operand.G, outputs)
+        x = self._moments.features(layer, Operand.X, inputs)
+        if cross is None or g is None or x is None or not g.norm_quantiles.size:
+            return None
+        if not (cross.is_finite and g.is_finite and x.is_finite):
+            return None
+        directions = DirectionSampler(g, self._device)
+        return CrossSampler(cross, x, g, directions, self._device)
+
+    def _source(self, workload: Workload, factor: Factor) -> _Source:
+        key = (workload.site.layer, factor.operand, factor.rows, factor.width)
+        if key not in self._sources:
+            while len(self._sources) >= _KEPT_SOURCES:
+                self._sources.pop(next(iter(self._sources)))
+            self._sources[key] = self._new_source(workload, factor)
+        return self._sources[key]
+
+    def _new_source(self, workload: Workload, factor: Factor) -> _Source:
+        layer, name = workload.site.layer, factor.operand.value
+        spectra = self._spectra(layer, factor)
+        if spectra and all(s.is_finite for s in spectra):
+            weights = self._weights(workload, factor, spectra)
+            if weights is not None:
+                return weights
+        whole = self._whole_matrices(workload, factor)
+        if whole is not None:
+            return whole
+        by_kind = self._moments.slots(layer, name, factor.width, 1)
+        if by_kind and all(moments.is_finite for moments in by_kind):
+            reason = None
+            if workload.batched and self._moments.has_whole(layer, factor.operand):
+                reason = f"matrices {name} recorded in another shape: rows drawn one by one"
+            samplers = tuple(self._sampler(moments, factor) for moments in by_kind)
+            return _Source(samplers, reason=reason)
         widths = self._moments.widths(layer, factor.operand)
-        if features is not None:
+        if by_kind or not all(spectrum.is_finite for spectrum in spectra):
             why = f"moments of {name} hold Inf or NaN"
+        elif spectra:
+            outputs = sum(spectrum.outputs for spectrum in spectra)
+            why = f"moments of {name} recorded for {outputs} rows, not {factor.rows}"
         elif widths:
             known = ", ".join(map(str, widths))
             why = f"moments of {name} recorded for width {known}, not {factor.width}"
@@ -123,169 +234,78 @@ class InputDrawer:
         tensor = self._moments.tensor(layer, factor.operand)
         if tensor is not None:
             reason = f"{why}: normal with recorded mean and variance"
-            return _RowSampler.from_tensor(tensor, factor.width, self._device, reason)
-        reason = f"{why} and nothing else recorded of it: unit normal"
-        unit = TensorMoments(0.0, 1.0, 0.0)
-        return _RowSampler.from_tensor(unit, factor.width, self._device, reason)
-
-
-@dataclasses.dataclass(frozen=True)
-class _RowSampler:
-    """Ready to sample rows [count, width], float32.
-
-    Attributes:
-        mean: [width], float32.
-        factor: [width, rank] or, uncorrelated, [width]; float32.
-        threshold: [width]: where the standardized normal is not above it, the element is zero;
-            None where zeros are not reproduced. ``mean`` and ``slope`` then make the rest.
-        slope: [width], or None.
-        norms: (norm quantiles, power of the last interval), or None.
-        reason: Why this is not the recorded distribution, or None.
-    """
-
-    mean: torch.Tensor
-    factor: torch.Tensor
-    threshold: torch.Tensor | None
-    slope: torch.Tensor | None
-    norms: tuple[torch.Tensor, float] | None
-    reason: str | None
-
-    @classmethod
-    def from_features(
-        cls, moments: FeatureMoments, device: torch.device, *, with_norms: bool
-    ) -> _RowSampler:
-        mean, covariance = moments.mean, moments.covariance
-        threshold = slope = None
-        with_zeros = censored(moments)
-        if with_zeros is not None:
-            mean = with_zeros.intercept
-            independent = np.ones_like(mean)
-            covariance = independent if with_zeros.correlation is None else with_zeros.correlation
-            threshold = _tensor(with_zeros.threshold, device)
-            slope = _tensor(with_zeros.slope, device)
-        factor = covariance_factor(covariance, device)
-        norms = None
-        quantiles = moments.row_norm_quantiles
-        if with_norms and quantiles.size and quantiles[-1] > 0:
-            square = float(np.sum(moments.variance + moments.mean**2))
-            norms = (_tensor(quantiles, device), last_interval_power(quantiles, square))
-        return cls(
-            mean=_tensor(mean, device),
-            factor=factor,
-            threshold=threshold,
-            slope=slope,
-            norms=norms,
-            reason=None,
-        )
-
-    @classmethod
-    def from_tensor(
-        cls, moments: TensorMoments, width: int, device: torch.device, reason: str
-    ) -> _RowSampler:
-        spread = FeatureMoments(
-            count=1,
-            mean=np.full(width, moments.mean),
-            covariance=np.full(width, moments.variance),
-            row_norm_quantiles=np.zeros(0),
-            zero_share=moments.zero_share,
-        )
-        sampler = cls.from_features(spread, device, with_norms=False)
-        return dataclasses.replace(sampler, reason=reason)
-
-    def sample(self, count: int, generator: torch.Generator) -> torch.Tensor:
-        device = self.mean.device
-        width = self.mean.shape[0]
-        rank = self.factor.shape[-1] if self.factor.ndim == 2 else width
-        normal = torch.randn(count, rank, generator=generator, device=device)
-        rows = normal @ self.factor.mT if self.factor.ndim == 2 else normal * self.factor
-        if self.threshold is None or self.slope is None:
-            rows += self.mean
         else:
-            rows = torch.where(rows > self.threshold, self.mean + self.slope * rows, 0.0)
-        if self.norms is not None:
-            uniform = torch.rand(count, generator=generator, device=device)
-            norm = norm_at(*self.norms, uniform)
-            lengths = rows.norm(dim=1)
-            # A row that came out all zero has no direction and stays zero.
-            rows *= torch.where(lengths > 0, norm / lengths, 0.0).unsqueeze(1)
-        return rows
+            reason = f"{why} and nothing else recorded of it: unit normal"
+            tensor = TensorMoments(0.0, 1.0, 0.0)
+        sampler = NormalSampler.from_tensor(tensor, factor.width, self._device)
+        return _Source((sampler,), reason=reason)
+
+    def _spectra(self, layer: str, factor: Factor) -> tuple[SpectrumMoments, ...]:
+        return self._moments.spectra(layer, factor.width) if factor.operand is Operand.W else ()
+
+    def _weights(
+        self, workload: Workload, factor: Factor, spectra: tuple[SpectrumMoments, ...]
+    ) -> _Source | None:
+        """Return the source of a weight with the recorded number of rows, or None."""
+        outputs = sum(spectrum.outputs for spectrum in spectra)
+        # One parameter may serve every product of a batch.
+        is_shared = len(spectra) == 1 and factor.rows == outputs
+        if not is_shared and outputs != workload.problem.batch * factor.rows:
+            return None
+        samplers = tuple(SpectrumSampler(spectrum, self._device) for spectrum in spectra)
+        return _Source(samplers, is_shared=is_shared)
+
+    def _whole_matrices(self, workload: Workload, factor: Factor) -> _Source | None:
+        """Return the source of whole matrices of a batched product, where they were recorded."""
+        layer = workload.site.layer
+        own = factor.rows * factor.width
+        if factor.operand in (Operand.A, Operand.B):
+            features = sum(rows * width for rows, width in _shapes(workload))
+            joint = self._moments.slots(layer, _JOINT, features, 1)
+            if joint and all(moments.is_finite for moments in joint):
+                first = 0 if factor.operand is Operand.A else features - own
+                samplers = tuple(self._joint_sampler(workload, at, m) for at, m in enumerate(joint))
+                return _Source(samplers, is_whole=True, first=first)
+        name = factor.operand.value
+        if not workload.batched or factor.rows < 2:
+            return None
+        whole = self._moments.slots(layer, name, factor.width, factor.rows)
+        if whole and all(moments.is_finite for moments in whole):
+            return _Source(tuple(self._sampler(m, factor) for m in whole), is_whole=True)
+        return None
+
+    def _joint_sampler(self, workload: Workload, kind: int, moments: FeatureMoments) -> Sampler:
+        parts = []
+        first = 0
+        for name, (rows, width) in zip("ab", _shapes(workload), strict=True):
+            own = self._moments.slots(workload.site.layer, name, width, rows)
+            last = first + rows * width
+            if kind < len(own) and own[kind].norm_quantiles.size:
+                parts.append((slice(first, last), own[kind].norm_quantiles))
+            first = last
+        return CopulaSampler(moments, self._device).with_norms(parts)
+
+    def _sampler(self, moments: FeatureMoments, factor: Factor) -> Sampler:
+        if factor.operand is Operand.G:
+            if moments.norm_quantiles.size:
+                return DirectionSampler(moments, self._device)
+            return NormalSampler.from_features(moments, self._device, with_norms=True)
+        if moments.marginal_counts is not None:
+            whole = slice(0, moments.width)
+            return CopulaSampler(moments, self._device).with_norms(
+                [(whole, moments.norm_quantiles)]
+            )
+        return NormalSampler.from_features(moments, self._device, with_norms=False)
 
 
-def covariance_factor(covariance: _Float64, device: torch.device) -> torch.Tensor:
-    """Return L with L L^T equal to the covariance; float32, [width, rank] or [width].
-
-    The eigenvalues of the *correlation* matrix are used, so that features of unlike magnitude (raw
-    counts beside embeddings) keep their digits. Negative ones, which rounding to float32 leaves in
-    a recorded matrix of low rank, are clipped; rows are rescaled so that variances stay exact.
-    """
-    if covariance.ndim == 1:
-        return _tensor(np.sqrt(np.maximum(covariance, 0.0)), device)
-    deviation = np.sqrt(np.maximum(np.diag(covariance), 0.0))
-    inverse = np.divide(1.0, deviation, out=np.zeros_like(deviation), where=deviation > 0)
-    correlation = torch.from_numpy(covariance * np.outer(inverse, inverse)).to(device)
-    values, vectors = torch.linalg.eigh((correlation + correlation.mT) / 2)
-    floor = correlation.shape[0] * float(np.finfo(np.float32).eps)
-    kept = values > floor
-    factor = vectors[:, kept] * values[kept].sqrt()
-    lengths = factor.norm(dim=1, keepdim=True)
-    factor = torch.where(lengths > 0, factor / lengths, 0.0)
-    scale = torch.from_numpy(deviation).to(device).unsqueeze(1)
-    return (factor * scale).to(torch.float32)
-
-
-def norm_at(quantiles: torch.Tensor, power: float, uniform: torch.Tensor) -> torch.Tensor:
-    """Return row norms by inverse transform: linear between quantiles, but for the last interval.
-
-    There the norm is ``low * (high / low)**(t**power)``, t uniform in [0, 1): heavy tails are
-    geometric (linear from a low of 0).
-
-    Args:
-        quantiles: Norms at ``AMAX_QUANTILES``.
-        power: Exponent of the last interval; see :func:`last_interval_power`.
-        uniform: Uniform variates in [0, 1), any shape.
-    """
-    levels = torch.tensor(AMAX_QUANTILES, device=uniform.device, dtype=uniform.dtype)
-    last = len(AMAX_QUANTILES) - 1
-    right = torch.bucketize(uniform, levels, right=True).clamp(1, last)
-    low, high = quantiles[right - 1], quantiles[right]
-    share = (uniform - levels[right - 1]) / (levels[right] - levels[right - 1])
-    linear = low + (high - low) * share
-    return torch.where(right == last, _tail(low, high, share**power), linear)
-
-
-def last_interval_power(quantiles: _Float64, mean_square: float) -> float:
-    """Return the exponent with which the norms' second moment is the recorded one.
-
-    Seven quantiles leave the tail open: the second moment of the last interval falls from high**2
-    to low**2 as the exponent grows. A target beyond these ends gives the nearer end.
-
-    Args:
-        quantiles: Norms at ``AMAX_QUANTILES``.
-        mean_square: Mean squared norm, sum over features of variance + mean**2.
-    """
-    levels = np.asarray(AMAX_QUANTILES)
-    low, high = quantiles[:-1], quantiles[1:]
-    inner = np.diff(levels)[:-1] * ((low * low + low * high + high * high) / 3)[:-1]
-    target = (mean_square - float(inner.sum())) / float(levels[-1] - levels[-2])
-    if high[-1] <= low[-1]:
-        return 1.0
-    ends = torch.from_numpy(np.stack([low[-1:], high[-1:]]))
-    grid = (torch.arange(_GRID, dtype=torch.float64) + 0.5) / _GRID
-    small, large = 1 / _LARGEST_POWER, _LARGEST_POWER
-    for _ in range(60):
-        middle = math.sqrt(small * large)
-        if float(_tail(ends[0], ends[1], grid**middle).square().mean()) > target:
-            small = middle
-        else:
-            large = middle
-    return math.sqrt(small * large)
-
-
-def _tail(low: torch.Tensor, high: torch.Tensor, share: torch.Tensor) -> torch.Tensor:
-    """Interpolate geometrically, or linearly where ``low`` is 0."""
-    positive = low > 0
-    ratio = torch.where(positive, high / torch.where(positive, low, 1.0), 1.0)
-    return torch.where(positive, low * ratio**share, high * share)
+def _shapes(workload: Workload) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of a and b of one product of activations, whatever the role."""
+    p = workload.problem
+    if p.role is Role.GRAD_A:  # out [M, K] of g [M, N] b^T [N, K], named m, n, k of the product
+        return (p.m, p.n), (p.n, p.k)
+    if p.role is Role.GRAD_B:  # out [K, N] of a^T [K, M] g [M, N]
+        return (p.k, p.m), (p.m, p.n)
+    return (p.m, p.k), (p.k, p.n)
 
 
 def _laid_out(factor: torch.Tensor, layout: str) -> torch.Tensor:
@@ -297,10 +317,6 @@ def _laid_out(factor: torch.Tensor, layout: str) -> torch.Tensor:
     return factor
 
 
-def _seed_of(seed: int, workload: Workload, factor: Factor, index: int) -> int:
-    text = f"{seed}/{workload.site}/{workload.identity['dims']}/{factor.operand}/{index}"
+def _seed_of(seed: int, workload: Workload, name: str, index: int) -> int:
+    text = f"{seed}/{workload.site}/{workload.identity['dims']}/{name}/{index}"
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
-
-
-def _tensor(values: _Float64, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values.astype(np.float32)).to(device)

@@ -1,83 +1,23 @@
-"""What a trace says of an operand: the distribution from which replay draws it."""
+"""What a trace says of its operands: the distributions from which replay draws them."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from loka_toolkit.artifacts.sites import Operand, SiteKey
-from loka_toolkit.artifacts.trace import AMAX_QUANTILES, Trace
-from loka_toolkit.errors import ArtifactCorruptError, ReplayError
+from loka_toolkit.artifacts.trace import Trace
+from loka_toolkit.errors import ReplayError
+from loka_toolkit.harness.cross import CrossMoments
+from loka_toolkit.harness.features import FeatureMoments, TensorMoments, decode, pooled
+from loka_toolkit.harness.spectra import SpectrumMoments
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Vector = npt.NDArray[np.float64]
-
-
-@dataclasses.dataclass(frozen=True)
-class FeatureMoments:
-    """Moments over the last logical dimension: a row of the operand is one sample.
-
-    Attributes:
-        count: Rows that they were accumulated over.
-        mean: [width].
-        covariance: [width, width], or [width] where only the diagonal was recorded.
-        row_norm_quantiles: Euclidean norms of the rows at ``AMAX_QUANTILES``.
-        zero_share: Share of elements equal to zero.
-    """
-
-    count: int
-    mean: Vector
-    covariance: Vector
-    row_norm_quantiles: Vector
-    zero_share: float
-
-    @property
-    def width(self) -> int:
-        """Length of the last logical dimension."""
-        return int(self.mean.shape[0])
-
-    @property
-    def is_finite(self) -> bool:
-        """Whether every number is finite."""
-        return all(
-            bool(np.isfinite(values).all())
-            for values in (self.mean, self.covariance, self.row_norm_quantiles)
-        )
-
-    @property
-    def variance(self) -> Vector:
-        """Variance of each feature, [width]."""
-        return np.diag(self.covariance).copy() if self.covariance.ndim == 2 else self.covariance
-
-    def times(self, factor: float) -> FeatureMoments:
-        """Return the moments of the samples multiplied by ``factor``."""
-        return dataclasses.replace(
-            self,
-            mean=self.mean * factor,
-            covariance=self.covariance * factor**2,
-            row_norm_quantiles=self.row_norm_quantiles * abs(factor),
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class TensorMoments:
-    """Two numbers for a whole operand, where no moments per feature exist.
-
-    Attributes:
-        mean: Mean over all elements and steps.
-        variance: Variance over the same.
-        zero_share: Share of elements equal to zero.
-    """
-
-    mean: float
-    variance: float
-    zero_share: float
+_DISTRIBUTIONS = ("full", "diagonal", "low-rank")
 
 
 class MomentsOfTrace:
@@ -114,24 +54,92 @@ class MomentsOfTrace:
         self._read_operands(trace.operands)
 
     def features(self, layer: str, operand: Operand, width: int) -> FeatureMoments | None:
-        """Return the moments of a layer's operand of that width, ranks pooled, or None.
+        """Return the moments of the rows of a layer's operand of that width, or None.
+
+        Ranks are pooled; where products of a batch were told apart, those of the first kind count.
 
         Raises:
             ArtifactCorruptError: If a row's lists have not the length that its width asks for.
         """
-        rows = self._rows.get((layer, operand.value, width), [])
-        found = [self._decode(row) for row in rows]
-        if not found:
+        found = self.slots(layer, operand.value, width, 1)
+        return found[0] if found else None
+
+    def slots(
+        self, layer: str, operand: str, width: int, sample_rows: int
+    ) -> tuple[FeatureMoments, ...]:
+        """Return the moments of an operand for each kind of product; none if there are none.
+
+        Args:
+            layer: Name of the layer.
+            operand: Name of the operand, or ``ab``.
+            width: Length of its last logical dimension.
+            sample_rows: Rows that make one sample.
+        """
+        factor = self._loss_scale if operand == Operand.G else 1.0
+        kinds = self._kinds(layer, operand, width, sample_rows, _DISTRIBUTIONS)
+        return tuple(pooled([decode(row) for row in rows]).times(factor) for rows in kinds)
+
+    def spectra(self, layer: str, width: int) -> tuple[SpectrumMoments, ...]:
+        """Return the spectrum of a layer's weight for each kind of product, of the lowest rank."""
+        kinds = self._kinds(layer, Operand.W.value, width, 1, ("spectrum",))
+        return tuple(SpectrumMoments.decode(rows[0]) for rows in kinds)
+
+    def cross(self, layer: str, outputs: int, inputs: int) -> CrossMoments | None:
+        """Return the cross moment of a layer's g and x, ranks pooled, or None."""
+        kinds = self._kinds(layer, "gx", outputs + inputs, 1, ("cross",))
+        if not kinds:
             return None
-        return pooled(found).times(self._loss_scale if operand is Operand.G else 1.0)
+        parts = [CrossMoments.decode(row, outputs) for row in kinds[0]]
+        return CrossMoments.pooled(parts).times(self._loss_scale)
+
+    def is_tied(self, layer: str) -> bool:
+        """Return whether the layer's b is the transpose of its a."""
+        return bool(self._kinds(layer, Operand.B.value, 0, 1, ("tied",)))
+
+    def has_whole(self, layer: str, operand: Operand) -> bool:
+        """Return whether whole matrices of an operand were recorded, in any shape."""
+        return any(
+            (of, name) == (layer, operand.value) and sample_rows > 1
+            for of, name, _, sample_rows in self._rows
+        )
+
+    def _kinds(
+        self, layer: str, operand: str, width: int, sample_rows: int, kinds: tuple[str, ...]
+    ) -> list[list[dict[str, Any]]]:
+        """Return the table's rows, one per rank, for each kind of product."""
+        found = self._rows.get((layer, operand, width, sample_rows), {})
+        # Whether kinds are told apart may have changed in the run: most samples decide.
+        weight: dict[int, int] = defaultdict(int)
+        for (slots, _, _), (count, _) in found.items():
+            weight[slots] += count
+        for slots in sorted(weight, key=lambda s: -weight[s]):
+            rows = [
+                [
+                    row
+                    for (of, at, _), (_, index) in sorted(found.items())
+                    if (of, at) == (slots, slot) and (row := self._row(index))["kind"] in kinds
+                ]
+                for slot in range(slots)
+            ]
+            if all(rows):
+                return rows
+        return []
+
+    def _row(self, index: int) -> dict[str, Any]:
+        return {
+            name: value.values.to_numpy(zero_copy_only=False)
+            if hasattr(value := self._table.column(name)[index], "values") and value.is_valid
+            else value.as_py()
+            for name in self._table.column_names
+        }
 
     def widths(self, layer: str, operand: Operand) -> tuple[int, ...]:
         """Return the widths in which moments of a layer's operand were recorded."""
         return tuple(
             sorted(
                 width
-                for (of_layer, name, width), rows in self._rows.items()
-                if (of_layer, name) == (layer, operand.value) and rows
+                for (of_layer, name, width, _), rows in self._rows.items()
+                if (of_layer, name) == (layer, operand.value) and rows and width
             )
         )
 
@@ -142,33 +150,6 @@ class MomentsOfTrace:
     def amax(self, layer: str, operand: Operand) -> float | None:
         """Return the largest finite magnitude recorded of a layer's operand, or None."""
         return self._amax.get((layer, operand.value))
-
-    def _decode(self, row: int) -> FeatureMoments:
-        values = {name: self._table.column(name)[row] for name in self._table.column_names}
-        width = int(values["width"].as_py())
-        mean, covariance, norms = (
-            np.asarray(values[name].values.to_numpy(zero_copy_only=False), dtype=np.float64)
-            for name in ("mean", "covariance", "row_norm_quantiles")
-        )
-        kind = values["kind"].as_py()
-        expected = width * width if kind == "full" else width
-        named = f"moments of {values['operand'].as_py()} at {values['site'].as_py()}"
-        if mean.shape != (width,) or covariance.shape != (expected,):
-            raise ArtifactCorruptError(
-                f"{named}: mean of length {mean.size} and {kind} covariance of {covariance.size} "
-                f"entries, expected {width} and {expected}"
-            )
-        if norms.size not in (0, len(AMAX_QUANTILES)):
-            raise ArtifactCorruptError(
-                f"{named}: {norms.size} row norm quantiles, expected {len(AMAX_QUANTILES)}"
-            )
-        return FeatureMoments(
-            count=int(values["count"].as_py()),
-            mean=mean,
-            covariance=covariance.reshape(width, width) if kind == "full" else covariance,
-            row_norm_quantiles=norms,
-            zero_share=float(values["zero_share"].as_py()),
-        )
 
     def _read_operands(self, table: pa.Table) -> None:
         columns = ("step", "rank", "site", "operand", "mean", "variance", "amax", "zero_share")
@@ -199,44 +180,22 @@ class MomentsOfTrace:
                 self._tensor[key] = TensorMoments(center, max(0.0, square - center**2), share)
 
 
-def pooled(parts: list[FeatureMoments]) -> FeatureMoments:
-    """Return the moments of the union of samples (Chan, Golub and LeVeque 1979, pairwise merge).
+_Found = dict[tuple[int, int, int], tuple[int, int]]
 
-    Quantiles of row norms are averaged, weighted by rows; a full covariance pooled with a diagonal
-    one leaves a diagonal one.
+
+def _latest_rows(table: pa.Table) -> dict[tuple[str, str, int, int], _Found]:
+    """Moments accumulate, so of each rank, place and width the row of most samples counts.
+
+    Returns:
+        By layer, operand, width and rows of a sample: (slots, slot, rank) -> (count, row of the
+        table).
     """
-    total = sum(part.count for part in parts)
-    if len(parts) == 1 or total == 0:
-        return parts[0]
-    weights = [part.count / total for part in parts]
-    full = all(part.covariance.ndim == 2 for part in parts)
-    mean = np.zeros_like(parts[0].mean)
-    for weight, part in zip(weights, parts, strict=True):
-        mean += weight * part.mean
-    covariance = np.zeros_like(parts[0].covariance if full else parts[0].variance)
-    for weight, part in zip(weights, parts, strict=True):
-        shift = part.mean - mean
-        between = np.outer(shift, shift) if full else shift**2
-        covariance += weight * ((part.covariance if full else part.variance) + between)
-    norms = [part.row_norm_quantiles for part in parts]
-    return FeatureMoments(
-        count=total,
-        mean=mean,
-        covariance=covariance,
-        row_norm_quantiles=np.average(norms, axis=0, weights=weights)
-        if all(n.size for n in norms)
-        else np.zeros(0),
-        zero_share=float(np.average([part.zero_share for part in parts], weights=weights)),
-    )
-
-
-def _latest_rows(table: pa.Table) -> dict[tuple[str, str, int], list[int]]:
-    """Moments accumulate, so of each rank, operand and width the row of most samples counts."""
-    names = ("rank", "site", "operand", "width", "count")
-    best: dict[tuple[str, str, int], dict[int, tuple[int, int]]] = defaultdict(dict)
+    names = ("rank", "site", "operand", "width", "sample_rows", "slots", "slot", "count")
+    best: dict[tuple[str, str, int, int], _Found] = defaultdict(dict)
     columns = (table.column(name).to_pylist() for name in names)
-    for row, (rank, site, operand, width, count) in enumerate(zip(*columns, strict=True)):
-        ranks = best[SiteKey.parse(site).layer, operand, width]
-        if rank not in ranks or count >= ranks[rank][0]:
-            ranks[rank] = (count, row)
-    return {key: [row for count, row in ranks.values() if count] for key, ranks in best.items()}
+    for row, values in enumerate(zip(*columns, strict=True)):
+        rank, site, operand, width, sample_rows, slots, slot, count = values
+        found = best[SiteKey.parse(site).layer, operand, width, sample_rows]
+        if count and count >= found.get((slots, slot, rank), (0, 0))[0]:
+            found[slots, slot, rank] = (count, row)
+    return best

@@ -78,29 +78,33 @@ class OutputSample:
     def _part(self, prepared: Prepared, dim: int) -> Prepared:
         index = self.row if dim == -2 else self.column
 
-        def of(value: torch.Tensor) -> torch.Tensor:
-            if value.ndim < 2:
-                return value
-            value = self._batch(value)
-            return value.index_select(dim, index) if value.shape[dim] > 1 else value
-
         shape = list(prepared.shape)
         shape[dim] = index.numel()
         if self.batch is not None:
             shape[0] = self.batch.numel()
-        scale = None if prepared.scale is None else of(prepared.scale)
-        data = self._batch(prepared.data)
-        if data.element_size() == 1:
-            # Indexing of float8 is not implemented everywhere; bytes are bytes.
-            data = data.view(torch.uint8).index_select(dim, index).view(prepared.data.dtype)
-        else:
-            data = data.index_select(dim, index)
-        return Prepared(data=data, scale=scale, shape=torch.Size(shape), side=prepared.side)
+        scale, block = prepared.scale, prepared.block
+        if scale is not None and scale.ndim >= 2:
+            scale = self._batch(scale)
+            if block is not None:
+                # From here on every row (column) has a scale of its own.
+                scale = _bytes_selected(scale, dim, index // block[dim])
+                block = (1, block[1]) if dim == -2 else (block[0], 1)
+            elif scale.shape[dim] > 1:
+                scale = scale.index_select(dim, index)
+        data = _bytes_selected(self._batch(prepared.data), dim, index)
+        return Prepared(data, scale, torch.Size(shape), prepared.side, block)
 
     def _batch(self, value: torch.Tensor) -> torch.Tensor:
         if self.batch is None or value.ndim < 3 or value.shape[0] == 1:
             return value
-        return value.index_select(0, self.batch)
+        return _bytes_selected(value, 0, self.batch)
+
+
+def _bytes_selected(value: torch.Tensor, dim: int, index: torch.Tensor) -> torch.Tensor:
+    """Select along a dimension; indexing of float8 is not implemented everywhere, bytes are."""
+    if value.element_size() > 1:
+        return value.index_select(dim, index)
+    return value.view(torch.uint8).index_select(dim, index).view(value.dtype)
 
 
 def _strata(length: int, count: int, device: torch.device) -> torch.Tensor:

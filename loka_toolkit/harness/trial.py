@@ -56,6 +56,7 @@ class Trial:
         b: [.., K, N].
         out_dtype: Dtype of the output.
         amax: Largest magnitudes recorded of A and B, for static scales.
+        parameter: Whether B is a parameter of the model, which block scales depend on.
     """
 
     def __init__(
@@ -64,11 +65,14 @@ class Trial:
         b: torch.Tensor,
         out_dtype: torch.dtype,
         amax: tuple[float | None, float | None] = (None, None),
+        *,
+        parameter: bool = False,
     ) -> None:
         self.a = a
         self.b = b
         self.out_dtype = out_dtype
         self.sample = OutputSample.of(a, b)
+        self.parameter = parameter
         self._amax = amax
         self._emulations: dict[str, Emulation] = {}
         part_a, part_b = self.sample.rows(a), self.sample.columns(b)
@@ -80,18 +84,21 @@ class Trial:
         return (*self.a.shape[:-1], self.b.shape[-1])
 
     def static_scales(self, recipe: Recipe | None) -> tuple[torch.Tensor | None, ...]:
-        """Return the scales of A and B known beforehand, scalars; None unless scaling is static.
+        """Return the scales of A and B known beforehand, scalars; None where it is not static.
 
         The draw's own amax counts beside the recorded one: saturation under a stale scale is a
         property of the training run and judged there, not one of the kernel.
         """
-        if recipe is None or recipe.scaling is not Scaling.STATIC:
+        if recipe is None or not recipe.has_static_scale:
             return None, None
+        sides = zip((self.a, self.b), self._amax, recipe.formats, recipe.scalings, strict=True)
         return tuple(
             decode_scale(
                 torch.clamp(finite_amax(x), min=recorded or 0.0), fmt, headroom=STATIC_HEADROOM
             )
-            for x, recorded, fmt in zip((self.a, self.b), self._amax, recipe.formats, strict=True)
+            if scaling is Scaling.STATIC
+            else None
+            for x, recorded, fmt, scaling in sides
         )
 
     def emulation(self, recipe_name: str) -> Emulation | None:
@@ -121,8 +128,10 @@ class Trial:
         recipe = parse_recipe(recipe_name)
         static_a, static_b = self.static_scales(recipe)
         format_a, format_b = recipe.formats
-        scale_a = operand_scale(self.a, format_a, recipe.scaling, "a", static_a)
-        scale_b = operand_scale(self.b, format_b, recipe.scaling, "b", static_b)
+        scale_a = operand_scale(self.a, format_a, recipe.scaling_a, "a", static_a)
+        scale_b = operand_scale(
+            self.b, format_b, recipe.scaling_b, "b", static_b, parameter=self.parameter
+        )
         return emulate(
             part_a,
             part_b,

@@ -185,7 +185,15 @@ def _workload(key: SiteKey, row: dict[str, Any], *, has_parameter: bool) -> Work
     batch, m, n, k = (int(row[name]) for name in ("batch", "m", "n", "k"))
     if min(batch, m, n, k) < 0:
         raise ArtifactCorruptError(f"site {key} has a negative dimension in {(batch, m, n, k)}")
-    problem = Problem(key.role, batch, m, n, k, _dtype(key, row["dtype_out"]))
+    problem = Problem(
+        key.role,
+        batch,
+        m,
+        n,
+        k,
+        _dtype(key, row["dtype_out"]),
+        parameter=GEMM_OPERANDS[case][1] is Operand.W,
+    )
     factors = []
     for side, operand, transposed, (first, last), dtype, layout in zip(
         (Side.A, Side.B),

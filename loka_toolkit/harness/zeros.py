@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 from scipy import special
 
-from loka_toolkit.harness.moments import FeatureMoments
+from loka_toolkit.harness.features import FeatureMoments
 
 REPRODUCED_ZERO_SHARE = 0.05
 """Zeros are drawn where at least one element in twenty was zero; fewer change no error visibly."""

@@ -1,9 +1,10 @@
 """Casts into a format, round to nearest even, with every special case spelled out.
 
 A value is divided by the decode scale in float32 (float64 for float64 input) and rounded once.
-Finite values beyond the largest finite value saturate to it. NaN stays NaN. Inf propagates: as Inf
-where the format has one (e5m2), as NaN where it has none (e4m3), so that a gradient scaler still
-sees it. -0 stays -0.
+Finite values beyond the largest finite value of an FP8 format saturate to it; in a format of 16 or
+32 bits they become Inf, as in IEEE 754 and in torch's own conversions. NaN stays NaN. Inf
+propagates: as Inf where the format has one (e5m2), as NaN where it has none (e4m3, fnuz), so that a
+gradient scaler still sees it. -0 stays -0, except in fnuz formats, which have none.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 import torch
 
 from loka_toolkit.errors import ConfigurationError
-from loka_toolkit.numerics.formats import FloatFormat
+from loka_toolkit.numerics.formats import TF32, FloatFormat
 
 GROUP_WIDTH = 16
 """Consecutive entries of the last logical dimension that form a group of columns."""
@@ -27,12 +28,15 @@ def cast(x: torch.Tensor, fmt: FloatFormat, scale: torch.Tensor) -> torch.Tensor
     Args:
         x: Any shape, strides and floating dtype.
         fmt: The target format.
-        scale: Decode scale, broadcastable against ``x``.
+        scale: Decode scale, broadcastable against ``x``; for scales of blocks see
+            :func:`loka_toolkit.numerics.blocks.spread`.
     """
-    y = _saturated(_scaled(x, scale), fmt)
-    # torch's own conversion of float32 rounds to nearest even; it is wrong only about what has been
-    # dealt with by now (Inf and overflow, differently by version). From float64 it rounds twice.
-    return (y if y.dtype == torch.float32 else _rounded(y, fmt)).to(fmt.torch_dtype)
+    y = _scaled(x, scale)
+    # torch's own conversion of float32 rounds to nearest even; it is wrong only about what is dealt
+    # with here (Inf and overflow to FP8, differently by version). From float64 it rounds twice.
+    if y.dtype == torch.float32 and fmt is not TF32:
+        return (_saturated(y, fmt) if fmt.is_fp8 else y).to(fmt.torch_dtype)
+    return rounded(y, fmt).to(fmt.torch_dtype)
 
 
 def fake_cast(x: torch.Tensor, fmt: FloatFormat, scale: torch.Tensor) -> torch.Tensor:
@@ -47,7 +51,10 @@ def rounded(y: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
     Arithmetic only, so it serves formats that torch does not store: any :class:`FloatFormat` of
     fewer exponent and mantissa bits than the dtype. Special cases are those of :func:`cast`.
     """
-    return _rounded(_saturated(y.detach(), fmt), fmt)
+    if fmt.is_fp8:
+        return _rounded(_saturated(y.detach(), fmt), fmt)
+    nearest = _rounded(y.detach(), fmt)
+    return torch.where(nearest.abs() > fmt.max, y.sign() * math.inf, nearest)
 
 
 def _saturated(y: torch.Tensor, fmt: FloatFormat) -> torch.Tensor:
@@ -107,14 +114,19 @@ def cast_events(
     fmt: FloatFormat,
     scale: torch.Tensor,
     groups: Sequence[slice] | None = None,
+    *,
+    saturated_from: float | None = None,
 ) -> CastEvents:
     """Count what the cast of ``x`` loses.
 
     Args:
         x: [.., columns]; the last dimension is the last logical one.
         fmt: The target format.
-        scale: Decode scale, broadcastable against ``x``.
+        scale: Decode scale, broadcastable against ``x``; 1 if it is not scaled.
         groups: Groups of columns; by default 16 consecutive ones, the last group ragged.
+        saturated_from: Magnitude after scaling from which an element counts as saturated; by
+            default where rounding with an unbounded exponent leaves the format. See
+            :func:`loka_toolkit.numerics.scaling.saturation_limit`.
 
     Raises:
         ConfigurationError: If a group is empty, has a stride or lies outside of the columns.
@@ -125,8 +137,11 @@ def cast_events(
     nonzero = finite & (x != 0)
     magnitude = _scaled(x, scale).abs_()
     underflowed = nonzero & (magnitude <= fmt.smallest_subnormal / 2)
-    threshold = fmt.saturation_threshold
-    clipped = magnitude >= threshold if fmt.saturates_at_threshold else magnitude > threshold
+    if saturated_from is not None:
+        clipped = magnitude >= saturated_from
+    else:
+        threshold = fmt.saturation_threshold
+        clipped = magnitude >= threshold if fmt.saturates_at_threshold else magnitude > threshold
     by_column = [_column_counts(flags, columns) for flags in (nonzero, underflowed)]
     counts = torch.stack(by_column).tolist()
     totals = torch.stack([(finite & clipped).sum(), finite.logical_not().sum()]).tolist()

@@ -219,8 +219,8 @@ def predicted_speedup(
     width = _arithmetic(baseline)[1] if source_bytes is None else source_bytes
     time = gemm_time_us(batch, m, n, k, recipe, chip, out_bytes=width)
     if fp8 is not None:
-        time += cast_a * cast_time_us(batch * m, k, fp8.scaling, chip, source_bytes=width)
-        time += cast_b * cast_time_us(batch * n, k, fp8.scaling, chip, source_bytes=width)
+        time += cast_a * cast_time_us(batch * m, k, fp8.scaling_a, chip, source_bytes=width)
+        time += cast_b * cast_time_us(batch * n, k, fp8.scaling_b, chip, source_bytes=width)
     return gemm_time_us(batch, m, n, k, baseline, chip, out_bytes=width) / time
 
 

@@ -5,7 +5,14 @@ output, example b's loss changes by d_b = B g_b.e_b to first order. Where the lo
 prediction z per example (binary log loss, squared error) with slope s and curvature c,
 the prediction moves by dz_b = d_b / s_b and the second order is sum_b 0.5 c_b dz_b^2 / B. For a
 log loss this is the exact Gauss-Newton weight p(1-p), of less noise than the empirical Fisher term
-0.5 B sum_b (g_b.e_b)^2 that stands in for other losses.
+that stands in for other losses.
+
+Where an example has several terms (tasks, tokens), its change is a sum over them that cannot be
+taken apart. Given the inputs the labels of terms are independent of each other, so the cross terms
+of its square vanish on average: with a loss that is the sum of all terms over N, the term is
+0.5 N sum_b (g_b.e_b)^2. That is for likelihoods, where the expected squared slope of a term is its
+curvature; other losses are corrected by the ratio of the two over the step (a dispersion, as in
+generalized linear models: McCullagh and Nelder, 1989, chapter 4).
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import math
 
 import torch
 
-from loka_toolkit.recording.loss import VANISHING_SLOPE
+from loka_toolkit.recording.loss_terms import VANISHING_SLOPE
 
 LARGEST_LOGIT_CHANGE = 1.0
 """Beyond it p(1-p) changes by more than half, and a second-order expansion says nothing."""
@@ -54,13 +61,21 @@ class ExampleTerms:
         slope: d term / d prediction at the sampled examples, float64, or None.
         curvature: Second derivative, likewise.
         is_log_loss: Whether the prediction is a logit.
-        saturated: Examples of the whole step whose gradient vanishes in the training dtype.
+        mean_over: N, the number that the sum of all terms is divided by; 0 stands for B.
+        terms: Terms of the loss; 0 stands for one per example.
+        dispersion: Curvature over squared slope of the terms, on average.
+        is_residual_loss: Whether the prediction is known to be no logit.
+        saturated: Terms of the whole step whose gradient vanishes in the training dtype.
     """
 
     total: int
     slope: torch.Tensor | None
     curvature: torch.Tensor | None
     is_log_loss: bool
+    mean_over: int = 0
+    terms: int = 0
+    dispersion: float = 1.0
+    is_residual_loss: bool = False
     saturated: int = 0
 
 
@@ -93,25 +108,29 @@ def impact_of(changes: torch.Tensor, terms: ExampleTerms) -> Impact:
     scale = total / sampled
     first = scale * float(changes.sum())
     error = _sampling_error(changes, total)
-    loss_changes = changes * total
     if terms.slope is None or terms.curvature is None:
-        second = scale * 0.5 * total * float(changes.square().sum())
-        return _judged(first, second, error, loss_changes, exact=False)
-    alive = terms.slope.abs() > VANISHING_SLOPE
-    moves = torch.where(alive, loss_changes / torch.where(alive, terms.slope, 1.0), 0.0)
-    second = scale * 0.5 * float((terms.curvature * moves.square()).sum()) / total
-    if not terms.is_log_loss:
-        return Impact(first, second, error, "ok", None)
+        mean_over = terms.mean_over or total
+        second = scale * 0.5 * mean_over * terms.dispersion * float(changes.square().sum())
+        if terms.is_residual_loss:
+            return Impact(first, second, error, "ok", None)
+        moves, is_exact = changes * mean_over * total / (terms.terms or total), False
+    else:
+        alive = terms.slope.abs() > VANISHING_SLOPE
+        moves = torch.where(alive, changes * total / torch.where(alive, terms.slope, 1.0), 0.0)
+        second = scale * 0.5 * float((terms.curvature * moves.square()).sum()) / total
+        if not terms.is_log_loss:
+            return Impact(first, second, error, "ok", None)
+        is_exact = True
     if terms.saturated:
         return Impact(
             first,
             second,
             error,
             "beyond-validity",
-            f"{terms.saturated} of {total} examples are saturated: their gradient vanishes, so "
-            "what the error does to their logits cannot be seen",
+            f"{terms.saturated} of {terms.terms or total} examples are saturated: their gradient "
+            "vanishes, so what the error does to their logits cannot be seen",
         )
-    return _judged(first, second, error, moves, exact=True)
+    return _judged(first, second, error, moves, exact=is_exact)
 
 
 def impact_of_moves(moves: torch.Tensor, terms: ExampleTerms) -> Impact:
@@ -153,7 +172,7 @@ def _judged(
         return Impact(first, second, error, "ok", None)
     if not exact:
         reason = (
-            f"the loss of an example changes by {largest:.3g}, and a logit by no less: more than "
+            f"the terms of an example change by {largest:.3g}, and a logit by no less: more than "
             f"{LARGEST_LOGIT_CHANGE:g}"
         )
         return Impact(first, second, error, "beyond-validity", reason)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 from loka_toolkit.artifacts.sites import Role, SiteKey
+from loka_toolkit.recording.attribution import Attribution, Caller
+from loka_toolkit.recording.callers import Origin, is_inside_function, origin_in_backward
 from loka_toolkit.recording.layers import StepRecord
 from loka_toolkit.recording.logits import read_logits
 from loka_toolkit.recording.loss import CapturedLoss
@@ -22,23 +24,16 @@ from loka_toolkit.recording.observer import Observer
 from loka_toolkit.recording.operators import (
     ACTIVATIONS,
     COPIES,
-    INSTALLED_TABLE,
     NORMS,
-    OTHER_PRODUCTS,
-    installed_flops,
+    is_unseen_work,
     unseen_flops,
 )
-from loka_toolkit.recording.products import (
-    ForwardOperands,
-    Product,
-    gradients_of_shape,
-    match_gradient,
-    product_of,
-)
+from loka_toolkit.recording.phases import EVALUATION, Phases
 from loka_toolkit.recording.sampling import RowLayout, find_layout
 from loka_toolkit.recording.storages import ParameterMap, StorageRegistry
 from loka_toolkit.recording.switchboard import SWITCHBOARD
 from loka_toolkit.recording.trails import ShapeTrails
+from loka_toolkit.recording.work import Work, tensors_of, work_of
 
 aten = torch.ops.aten
 
@@ -71,7 +66,6 @@ class Interception:
         report: Callable[[Exception], None],
     ) -> None:
         self.model = model
-        self._names = names
         self._observer = observer
         self._record = record
         self._said_examples = said_examples
@@ -82,13 +76,21 @@ class Interception:
         self._parameters = ParameterMap(self._registry, dict(names.parameters))
         self._trails = ShapeTrails(self._registry)
         self._tracker = ModuleTracker(model, names, self._on_root, self._on_norm, self._guarded)
+        self._attribution = Attribution(
+            record,
+            observer,
+            self._tracker,
+            self._registry,
+            self._parameters,
+            self._trails,
+            layout=self._layout,
+            loss_scale=self._loss_scale,
+            on_output=self._on_output,
+        )
+        self._phases = Phases()
         self._outputs: dict[int, tuple[SiteKey, int]] = {}
         self._norms_seen: set[int] = set()
         self._norm_calls: dict[str, int] = {}
-        self._forwards = 0
-        self._is_in_root = False
-        self._skip_reason: str | None = None
-        self._saw_backward = False
         self._has_gradients = True
         self._is_looking = True
         self._sigmoid_inputs: dict[int, torch.Tensor] = {}
@@ -128,18 +130,22 @@ class Interception:
     def on_loss(self, loss: CapturedLoss) -> None:
         """Take note of the loss that is about to be differentiated; only the first one counts."""
         if self._record.loss is not None:
+            self._record.loss.backwards += 1
             return
+        start = time.perf_counter()
+        loss.group(self._input_size)
         self._record.loss = loss
-        if not loss.saturated_count:
-            return
         logit = None
         if loss.prediction is not None:
             logit = self._sigmoid_inputs.get(self._registry.name(loss.prediction))
         self._is_looking = False
         try:
-            self._record.logits_reason = read_logits(self._record, loss, logit)
+            if loss.saturated_count:
+                self._record.logits_reason = read_logits(self._record, loss, logit)
+            self._observer.follow(self.model, self._record, loss, self._layout)
         finally:
             self._is_looking = True
+            self._record.seconds += time.perf_counter() - start
 
     def _guarded(self, look: Callable[[], None]) -> None:
         """Run our own work so that it leaves no trace in autograd, and raises nothing."""
@@ -161,16 +167,14 @@ class Interception:
         sequence: int,
     ) -> None:
         packet = func.overloadpacket
-        product = product_of(func, args, kwargs, out)
-        if product is not None:
-            self._on_product(product, sequence)
-        elif packet in OTHER_PRODUCTS or packet in flop_registry:
+        work = work_of(func, args, kwargs, out)
+        if work is not None:
+            self._on_work(work, sequence)
+        elif is_unseen_work(func):
             self._unseen(f"operator {packet}", unseen_flops(packet, args, kwargs, out))
         elif packet in NORMS:
             result = out[0] if isinstance(out, tuple | list) else out
             self._on_norm(self._tracker.current, args[0], result, str(func))
-        elif (flops := installed_flops(func, args, kwargs)) is not None:
-            self._unseen(INSTALLED_TABLE, flops)
         if packet in COPIES:
             self._parameters.follow(args[0], out)
         if _backward_node() is None:
@@ -180,146 +184,39 @@ class Interception:
             if packet in ACTIVATIONS:
                 self._pass_on_output(args[0], out)
 
-    # Forward and backward
-
-    def _on_product(self, product: Product, sequence: int) -> None:
-        if type(product.a) not in (torch.Tensor, nn.Parameter) or type(product.b) not in (
-            torch.Tensor,
-            nn.Parameter,
-        ):
-            self._unseen("tensor subclass", product.flops)
+    def _on_work(self, work: Work, sequence: int) -> None:
+        tensors = tensors_of(work)
+        if not tensors.are_plain:
+            self._unseen("tensor subclass", work.flops)
             return
-        if product.out.numel() == 0 or product.a.shape[-1] == 0:
+        if tensors.is_empty:
             self._unseen("empty product", 0.0)
             return
-        node = _backward_node()
-        if node is None:
-            self._on_forward(product, sequence)
-        elif self._has_gradients and not self._is_gradient(product, int(node._sequence_nr())):
-            self._on_recompute(product, sequence)
+        has_node = self._has_gradients and any(x.requires_grad for x in tensors.factors)
+        caller = Caller(sequence, has_node, _backward_node())
+        if caller.node is None:
+            self._on_forward(work, caller)
+        elif origin_in_backward() is Origin.RECOMPUTE:
+            self._attribution.recompute(work, caller)
         else:
-            self._saw_backward = True
-            self._on_backward(product, int(node._sequence_nr()))
+            self._phases.backward()
+            self._attribution.backward(work, caller, makes_graph=self._has_gradients)
 
-    def _is_gradient(self, product: Product, sequence: int) -> bool:
-        """Whether a product inside of backward, with gradients on, belongs to ``create_graph``."""
-        layer = self._record.by_sequence.get(sequence)
-        return (
-            not self._tracker.is_running
-            and layer is not None
-            and bool(gradients_of_shape(layer.forward, product.a.shape, product.b.shape))
-        )
-
-    def _on_forward(self, product: Product, sequence: int) -> None:
-        has_node = self._has_gradients and (product.a.requires_grad or product.b.requires_grad)
-        reason = self._skip_reason
-        if reason is None and not self._is_in_root:
-            if not self._has_gradients:
-                reason = "no gradient: evaluation or optimizer"
-            elif self._saw_backward:
-                reason = "micro-batch: only the first forward of a step is recorded"
-        if reason is not None:
-            self._unseen(reason, product.flops)
-            if has_node:
-                self._record.skipped.setdefault(sequence, reason)
+    def _on_forward(self, work: Work, caller: Caller) -> None:
+        trains = self._phases.is_in_model or self._does_train()
+        if self._phases.is_evaluating or not trains:
+            self._attribution.leave_out(work, caller, EVALUATION)
             return
-        side, weight = self._parameter_of(product)
-        fqn = self._tracker.module_of_product(weight)
-        call = self._tracker.next_call(fqn)
-        if not self._observer.settings.selects(fqn):
-            self._unseen("excluded by include/exclude", product.flops)
-            if has_node:
-                self._record.skipped.setdefault(sequence, "excluded by include/exclude")
-            return
-        leading = self._leading(product, side)
-        operands = ForwardOperands(
-            storage_a=self._registry.name(product.a),
-            storage_b=self._registry.name(product.b),
-            m=product.out.shape[-2],
-            n=product.out.shape[-1],
-            k=product.a.shape[-1],
-            parameter_side=side,
-            is_batched=product.out.ndim == 3,
-        )
-        layout = self._layout(leading)
-        layer = self._observer.forward(
-            self._record,
-            (fqn, call),
-            product,
-            operands,
-            leading=leading,
-            weight=weight,
-            layout=layout if isinstance(layout, RowLayout) else None,
-        )
-        self._check_finite(product, layer.site(Role.FWD))
-        if has_node:
-            layer.sequence = sequence
-            self._record.by_sequence.setdefault(sequence, layer)
-        self._outputs[self._registry.name(product.out)] = (layer.site(Role.FWD), 0)
+        if self._phases.product():
+            self._tracker.reset_calls()
+        self._attribution.forward(work, caller, self._phases.repeats)
 
-    def _on_recompute(self, product: Product, sequence: int) -> None:
-        """Activation checkpointing runs a forward again: its backward may hang on this one."""
-        self._unseen("recompute: activation checkpointing", product.flops)
-        _, weight = self._parameter_of(product)
-        fqn = self._tracker.module_of_product(weight)
-        for layer in self._record.layers:
-            forward = layer.forward
-            same = (forward.m, forward.n, forward.k) == (
-                product.out.shape[-2],
-                product.out.shape[-1],
-                product.a.shape[-1],
-            )
-            if layer.sequence is None and layer.fqn == fqn and same and layer.weight == weight:
-                layer.sequence = sequence
-                self._record.by_sequence[sequence] = layer
-                return
+    def _does_train(self) -> bool:
+        """Whether gradients will be asked for; a custom function computes forward without any."""
+        return self._has_gradients or (self.model.training and is_inside_function())
 
-    def _on_backward(self, product: Product, sequence: int) -> None:
-        layer = self._record.by_sequence.get(sequence)
-        if layer is None:
-            reason = self._record.skipped.get(sequence, "backward of nothing that was recorded")
-            self._unseen(reason, product.flops)
-            return
-        match = match_gradient(
-            layer.forward,
-            product.a.shape,
-            product.b.shape,
-            self._registry.name(product.a),
-            self._registry.name(product.b),
-            already_seen=layer.matched,
-        )
-        if match is None:
-            self._unseen("backward product of another shape", product.flops)
-            return
-        if match.of in layer.matched:
-            layer.was_passed_twice = True
-            self._unseen("second backward through the same forward", product.flops)
-            return
-        self._observer.gradient(
-            self._record,
-            layer,
-            product,
-            match,
-            layout=self._layout(layer.leading),
-            loss_scale=self._loss_scale(),
-        )
-        layer.matched.add(match.of)
-        self._check_finite(product, layer.site(Role.FWD))
-
-    def _parameter_of(self, product: Product) -> tuple[str | None, str | None]:
-        weight = self._parameters.find(product.b)
-        if weight is not None:
-            return "b", weight
-        weight = self._parameters.find(product.a)
-        return ("a", weight) if weight is not None else (None, None)
-
-    def _leading(self, product: Product, side: str | None) -> tuple[int, ...]:
-        if side == "a":
-            factors = self._trails.factors(product.b)
-            dimensions = (*factors[:-2], factors[-1])
-        else:
-            dimensions = self._trails.factors(product.a)[:-1]
-        return tuple(size for dimension in dimensions for size in dimension)
+    def _on_output(self, out: torch.Tensor, site: SiteKey) -> None:
+        self._outputs[self._registry.name(out)] = (site, 0)
 
     def _layout(self, leading: tuple[int, ...]) -> RowLayout | str:
         loss = self._record.loss
@@ -338,11 +235,6 @@ class Interception:
         seen = loss.loss_scale if loss is not None else None
         return self._said_loss_scale or seen or 1.0
 
-    def _check_finite(self, product: Product, key: SiteKey) -> None:
-        # An addend such as an attention mask may be infinite on purpose.
-        if not product.has_addend and not bool(torch.isfinite(product.out).all()):
-            self._record.nonfinite = self._record.nonfinite or f"a product of {key} is not finite"
-
     def _unseen(self, reason: str, flops: float) -> None:
         self._record.flops_unseen[reason] += flops
 
@@ -352,24 +244,18 @@ class Interception:
         if _backward_node() is not None:
             return  # recomputed inside of backward
         if not begins:
-            self._is_in_root = False
-            self._skip_reason = None
+            self._phases.leave()
             return
-        if not self._has_gradients:
-            self._skip_reason = "no gradient: evaluation or optimizer"
-            return
-        self._forwards += 1
-        if self._forwards > 1 or self._saw_backward:
-            self._skip_reason = "micro-batch: only the first forward of a step is recorded"
-            return
-        self._is_in_root = True
-        self._tracker.reset_calls()
-        self._input_size = _leading_size(inputs)
+        if self._phases.enter(trains=self._does_train()):
+            self._tracker.reset_calls()
+        elif self._phases.is_in_model and self._phases.repeats is None:
+            self._input_size = _leading_size(inputs)
 
     def _on_norm(self, fqn: str, x: torch.Tensor, y: torch.Tensor, op: str | None = None) -> None:
-        if _backward_node() is not None or self._skip_reason is not None:
+        phases = self._phases
+        if _backward_node() is not None or phases.repeats is not None or phases.is_evaluating:
             return
-        if not self._has_gradients and not self._is_in_root:
+        if not self._has_gradients and not phases.is_in_model:
             return
         name = self._registry.name(y)
         if name in self._norms_seen or not self._observer.settings.selects(fqn):
@@ -414,10 +300,8 @@ def _out_of_the_way() -> Iterator[None]:
 
 
 def _leading_size(inputs: tuple[Any, ...]) -> int | None:
-    """Return the most common first dimension of a model's inputs."""
-    sizes = [
-        leaf.shape[0]
-        for leaf in tree_leaves(inputs)
-        if isinstance(leaf, torch.Tensor) and leaf.ndim
-    ]
+    """Return the most common first dimension of a model's inputs, those in dataclasses included."""
+    given = tree_leaves(inputs)
+    leaves = tree_leaves([vars(x) if dataclasses.is_dataclass(x) else x for x in given])
+    sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     return max(sorted(set(sizes)), key=sizes.count) if sizes else None

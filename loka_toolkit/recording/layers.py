@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
+from loka_toolkit.recording.convolution import Convolution, tokens_at
+from loka_toolkit.recording.cross import CrossMoments
 from loka_toolkit.recording.loss import CapturedLoss
-from loka_toolkit.recording.moments import BatchMoments
+from loka_toolkit.recording.places import Parts, Slots
 from loka_toolkit.recording.products import ForwardOperands
 from loka_toolkit.recording.sampling import RowLayout, SampledRows
 from loka_toolkit.recording.whatif import RecipeError, ScaleBook
@@ -74,6 +76,8 @@ class Layer:
         book: Scales and cast events of the operands.
         weight: Name of the parameter multiplied, or None.
         has_broadcast_weight: Whether one parameter serves several products of the batch.
+        geometry: Of a convolution.
+        slots: Which products of the batch are of one kind.
         forward_errors: Errors of the forward site; None if no recipe applies.
         gradient_rows: Gradient of the output at the sampled rows, float32 [rows, n].
         logit_rows: Derivative of the examples' logits likewise; only on steps with saturated ones.
@@ -94,6 +98,8 @@ class Layer:
     book: ScaleBook
     weight: str | None
     has_broadcast_weight: bool
+    geometry: Convolution | None = None
+    slots: Slots = dataclasses.field(default_factory=Slots)
     forward_errors: SiteErrors | None = None
     gradient_rows: torch.Tensor | None = None
     logit_rows: torch.Tensor | None = None
@@ -104,6 +110,10 @@ class Layer:
 
     def sampled_rows_of(self, gradient: torch.Tensor) -> torch.Tensor:
         """Return the sampled rows of a gradient of the output as aten saw it, float32 [rows, n]."""
+        if self.geometry is not None:
+            return tokens_at(self.geometry, gradient, self.sampled).to(torch.float32, copy=True)
+        if gradient.ndim < 2:
+            gradient = gradient.reshape(self.forward.m, self.forward.n)
         tokens = gradient.mT if self.forward.parameter_side == "a" else gradient
         flat = tokens.reshape(-1, tokens.shape[-1])
         rows = self.sampled.flat(self.products, self.rows).to(flat.device)
@@ -129,14 +139,14 @@ class OperandSample:
         operand: Its name.
         statistics: Columns of the table ``operands``.
         layer: The layer that multiplied it; None for a norm.
-        moments: Its moments; None for a norm.
+        moments: Its moments by place; None for a norm.
     """
 
     site: SiteKey
     operand: Operand
     statistics: dict[str, Any]
     layer: Layer | None
-    moments: BatchMoments | None
+    moments: Parts | None
 
 
 @dataclasses.dataclass
@@ -146,16 +156,21 @@ class StepRecord:
     Attributes:
         step: Optimizer step.
         layers: Layers in order of their forward.
-        by_sequence: Layers by autograd sequence number.
-        skipped: Sequence numbers of forward products left out, with the reason.
         site_rows: Rows of the table ``sites``.
+        site_names: Names of the sites in them.
         site_errors: Errors of gradient sites.
         operands: Operand statistics.
+        cross_moments: What g and x have in common, of layers with a wgrad product.
         loss: Captured loss, or None.
+        upstream: What gradient sites do to the parameters upstream, where it was followed.
+        upstream_reason: Why nothing was followed; None if something was.
         logits_reason: Why the logits of saturated examples could not be read; None if they were.
         norm_after: FQN of the norm that a forward site feeds.
-        flops_seen: FLOPs of recorded products.
-        flops_unseen: FLOPs of others, by reason.
+        flops_seen: FLOPs of products recorded and judged.
+        flops_not_judged: FLOPs of sites without errors, by reason.
+        flops_repeated: FLOPs of further executions of sites, by reason.
+        flops_unseen: FLOPs of products that no site accounts for, by reason.
+        has_compiled_code: Whether a function compiled by torch.compile was run, eagerly.
         nonfinite: Why the step is not finite; None if it is.
         failures: Internal failures.
         seconds: Time spent recording.
@@ -163,18 +178,27 @@ class StepRecord:
 
     step: int
     layers: list[Layer] = dataclasses.field(default_factory=list)
-    by_sequence: dict[int, Layer] = dataclasses.field(default_factory=dict)
-    skipped: dict[int, str] = dataclasses.field(default_factory=dict)
     site_rows: dict[tuple[Any, ...], dict[str, Any]] = dataclasses.field(default_factory=dict)
+    site_names: set[str] = dataclasses.field(default_factory=set)
     site_errors: list[SiteErrors] = dataclasses.field(default_factory=list)
     operands: list[OperandSample] = dataclasses.field(default_factory=list)
+    cross_moments: list[tuple[Layer, CrossMoments]] = dataclasses.field(default_factory=list)
     loss: CapturedLoss | None = None
+    upstream: dict[SiteKey, GradientColumns] = dataclasses.field(default_factory=dict)
+    upstream_reason: str | None = None
     logits_reason: str | None = None
     norm_after: dict[SiteKey, str] = dataclasses.field(default_factory=dict)
     flops_seen: float = 0.0
+    flops_not_judged: defaultdict[str, float] = dataclasses.field(
+        default_factory=lambda: defaultdict(float)
+    )
+    flops_repeated: defaultdict[str, float] = dataclasses.field(
+        default_factory=lambda: defaultdict(float)
+    )
     flops_unseen: defaultdict[str, float] = dataclasses.field(
         default_factory=lambda: defaultdict(float)
     )
+    has_compiled_code: bool = False
     nonfinite: str | None = None
     failures: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0

@@ -41,6 +41,8 @@ def read_logits(record: StepRecord, loss: CapturedLoss, logit: torch.Tensor | No
     Returns:
         None, or the reason why it cannot be done.
     """
+    if loss.loss_node is None:
+        return "several losses were added"
     edge = _logit_edge(loss)
     values = loss.prediction if loss.from_logits else logit
     if edge is None or values is None or loss.target is None or loss.weights is None:

@@ -2,32 +2,29 @@
 
 Known losses leave their arguments in their autograd node. Read there, before backward frees them,
 nothing has to be guessed: a sum reduction, a regularizer, a gradient scaler's factor and the
-division of micro-batches are all seen for what they are.
+division of micro-batches are all seen for what they are. Several losses that are added count as
+one, where all of them have the same reduction, examples and factor.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 from torch.utils._python_dispatch import _disable_current_modes
 
+from loka_toolkit.recording.loss_terms import LOSS_NODES, LossTerms, read_terms
 from loka_toolkit.recording.switchboard import BACKWARD_TAP, SWITCHBOARD
 
 PRODUCT_NODES = frozenset(
     {"AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"}
 )
-VANISHING_SLOPE = 1e-30
-"""A slope below this is one that float32 gradients cannot carry: the example is saturated."""
-
-_BCE_EPSILON = 1e-12
-"""EPSILON of binary_cross_entropy_backward in ATen/native/Loss.cpp."""
-
-_REDUCTIONS = {0: "none", 1: "mean", 2: "sum"}
+_TRAINING = "_saved_training"
+"""Attribute of a batch normalization's node: whether it normalized over the batch."""
 
 
 @dataclasses.dataclass
@@ -36,25 +33,31 @@ class CapturedLoss:
 
     Attributes:
         total: Value of the scalar that was differentiated, or None.
-        node: Name of the one loss node found, or None.
+        node: Name of the loss node found, or of several; None if the loss is not known.
         reason: Why the loss is not known; None if it is.
         is_separable: False where examples are known to share terms.
         reduction: ``mean``, ``sum`` or ``none``.
-        examples: Length of the target's first dimension.
-        terms: Terms that were reduced.
-        data_loss: Mean of the terms (without class or example weights), float.
-        slope: d term / d prediction, float64 [terms], prediction being the logit of a binary log
-            loss or the output of a squared error; None for other losses.
+        examples: Length of the target's first dimension, or of the model's input (:meth:`group`).
+        terms: Terms that were reduced, over all losses.
+        losses: Number of losses that were added.
+        data_loss: Sum over the losses of the mean of their terms (without class or example
+            weights), or None.
+        slope: d term / d prediction, float64 [terms]; see :class:`LossTerms`.
         curvature: Second derivative, likewise.
         is_log_loss: Whether the prediction is a logit.
-        multiplier: Gradient that reached the node, known once backward ran.
-        loss_node: The node, until :meth:`release`.
-        prediction: The loss's input, until :meth:`release`.
+        multipliers: Gradient that reached each node, known once backward ran.
+        backwards: Calls of backward in the step, this one included.
+        loss_node: The node, until :meth:`release`; None where there are several.
+        prediction: The loss's input, until :meth:`release`, likewise.
         target: Target of every term, float64 [terms], of a binary log loss.
         weights: Weight of every term, likewise.
         from_logits: Whether the node's input is the logit and not the probability.
         saturated: Which terms of a log loss lose their gradient in the training dtype, bool.
-        bypassing: Sequence numbers of products that reach the total other than through the node.
+        bypassing: Sequence numbers of products that reach the total other than through the losses.
+        mixed: Sequence numbers of products behind a batch normalization, which makes examples depend
+            on each other.
+        roots: What is differentiated, until :meth:`release`.
+        root_gradients: Gradients that backward is given for them, or None, likewise.
     """
 
     total: float | None = None
@@ -64,18 +67,23 @@ class CapturedLoss:
     reduction: str | None = None
     examples: int | None = None
     terms: int = 0
+    losses: int = 1
     data_loss: float | None = None
     slope: torch.Tensor | None = None
     curvature: torch.Tensor | None = None
     is_log_loss: bool = False
-    multiplier: torch.Tensor | None = None
+    multipliers: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+    backwards: int = 1
     bypassing: frozenset[int] = frozenset()
+    mixed: frozenset[int] = frozenset()
     loss_node: Any = None
     prediction: torch.Tensor | None = None
     target: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     from_logits: bool = False
     saturated: torch.Tensor | None = None
+    roots: tuple[torch.Tensor, ...] = ()
+    root_gradients: tuple[torch.Tensor | None, ...] | None = None
 
     @property
     def saturated_count(self) -> int:
@@ -84,15 +92,41 @@ class CapturedLoss:
 
     def release(self) -> None:
         """Let go of the graph."""
-        self.loss_node = self.prediction = None
+        self.loss_node = self.prediction = self.root_gradients = None
+        self.roots = ()
+
+    def group(self, inputs: int | None) -> None:
+        """Take examples to be the rows of the model's input where the target has several for each.
+
+        A loss over every token of a sequence has as many targets as tokens, which attention mixes;
+        what is independent of each other are the sequences.
+
+        Args:
+            inputs: First dimension of the model's inputs, or None.
+        """
+        examples = self.examples
+        if inputs and examples and 1 < inputs < examples and examples % inputs == 0:
+            self.examples = inputs
+
+    @property
+    def mean_over(self) -> int:
+        """Terms whose mean it is, where it is one; several losses are a sum of means."""
+        return self.terms // self.losses
+
+    @property
+    def multiplier(self) -> torch.Tensor | None:
+        """Gradient that reached the one node, or None."""
+        return self.multipliers.get(0) if self.losses == 1 else None
 
     @property
     def uniform_multiplier(self) -> float | None:
         """The multiplier, if it is one number."""
-        if self.multiplier is None or self.multiplier.numel() == 0:
+        if len(self.multipliers) < self.losses:
             return None
-        first = self.multiplier.reshape(-1)[0]
-        return float(first) if bool((self.multiplier == first).all()) else None
+        every = torch.cat([m.reshape(-1) for m in self.multipliers.values()])
+        if every.numel() == 0 or not bool((every == every[0]).all()):
+            return None
+        return float(every[0])
 
     @property
     def loss_scale(self) -> float | None:
@@ -101,43 +135,98 @@ class CapturedLoss:
         if multiplier is None:
             return None
         # Equal weights: whatever reduced the terms, their mean has weight 1 / terms.
-        return multiplier * self.terms if self.reduction == "none" else multiplier
+        return multiplier * self.mean_over if self.reduction == "none" else multiplier
 
 
 def capture(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     keep: Callable[[Any], None],
+    gradients: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
 ) -> CapturedLoss:
     """Read the graph behind what is about to be differentiated.
 
     Args:
         tensors: The first argument of ``torch.autograd.backward``.
         keep: Called with the handle of every hook placed, to be removed after the step.
+        gradients: Its second argument.
     """
-    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    captured = CapturedLoss()
+    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    captured = CapturedLoss(roots=roots)
+    if gradients is not None:
+        given = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+        captured.root_gradients = tuple(given)
     if len(roots) == 1 and roots[0].numel() == 1:
         captured.total = float(roots[0].detach())
-    losses, bypassing = _walk([root.grad_fn for root in roots if root.grad_fn is not None])
-    if len(losses) != 1:
+    nodes, bypassing = _walk([root.grad_fn for root in roots if root.grad_fn is not None])
+    every = [read_terms(node) for node in nodes]
+    alike = {(t.reduction, t.examples, t.terms) for t in every}
+    if len(alike) != 1:
         captured.reason = (
             "no loss of a known kind is in the graph; pass step(examples=, reduction=)"
-            if not losses
-            else f"{len(losses)} losses were added; pass step(examples=, reduction=)"
+            if not every
+            else f"{len(every)} losses of different size or reduction were added; pass "
+            "step(examples=, reduction=)"
         )
         return captured
-    node = losses[0]
     captured.bypassing = frozenset(bypassing)
-    captured.node = node.name()
-    captured.reduction = _REDUCTIONS[int(node._saved_reduction)]
-    _KNOWN[node.name()](node, captured)
-
-    def note_multiplier(gradients: tuple[torch.Tensor, ...]) -> None:
-        if captured.multiplier is None and gradients and gradients[0] is not None:
-            captured.multiplier = gradients[0].detach().to(torch.float64).clone()
-
-    keep(node.register_prehook(note_multiplier))
+    captured.mixed = _mixed(nodes)
+    _join(captured, every)
+    if len(nodes) == 1:
+        captured.loss_node, captured.prediction = nodes[0], every[0].prediction
+        captured.target, captured.weights = every[0].target, every[0].weights
+        captured.from_logits = every[0].from_logits
+    for number, node in enumerate(nodes):
+        keep(node.register_prehook(functools.partial(_note_multiplier, captured, number)))
     return captured
+
+
+def _note_multiplier(
+    captured: CapturedLoss, number: int, gradients: tuple[torch.Tensor, ...]
+) -> None:
+    if number not in captured.multipliers and gradients and gradients[0] is not None:
+        captured.multipliers[number] = gradients[0].detach().to(torch.float64).clone()
+
+
+def _join(captured: CapturedLoss, every: list[LossTerms]) -> None:
+    """Describe the sum of one or several losses of the same size and reduction."""
+    captured.node = " and ".join(sorted({terms.node for terms in every}))
+    captured.losses = len(every)
+    captured.reduction, captured.examples = every[0].reduction, every[0].examples
+    captured.terms = sum(terms.terms for terms in every)
+    captured.is_separable = all(terms.is_separable for terms in every)
+    reasons = [terms.reason for terms in every if terms.reason is not None]
+    captured.reason = reasons[0] if reasons else None
+    if len(every) > 1 and every[0].reduction == "none":
+        captured.reason = f"{len(every)} unreduced losses were added; pass step(reduction=)"
+    means = [terms.data_loss for terms in every]
+    known = [mean for mean in means if mean is not None]
+    captured.data_loss = sum(known) if len(known) == len(means) else None
+    captured.slope = _joined([terms.slope for terms in every])
+    captured.curvature = _joined([terms.curvature for terms in every])
+    captured.saturated = _joined([terms.saturated for terms in every])
+    captured.is_log_loss = all(terms.is_log_loss for terms in every)
+
+
+def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
+    known = [part for part in parts if part is not None]
+    return torch.cat(known) if len(known) == len(parts) else None
+
+
+def _mixed(roots: list[Any]) -> frozenset[int]:
+    """Return products from which every way to the roots, or one of them, leads through a mixer."""
+    products = set()
+    seen = {(root, False) for root in roots}
+    pending = list(seen)
+    while pending:
+        node, is_mixed = pending.pop()
+        is_mixed = is_mixed or ("BatchNorm" in node.name() and getattr(node, _TRAINING, True))
+        if is_mixed and node.name() in PRODUCT_NODES:
+            products.add(int(node._sequence_nr()))
+        for following, _ in node.next_functions:
+            if following is not None and (following, is_mixed) not in seen:
+                seen.add((following, is_mixed))
+                pending.append((following, is_mixed))
+    return frozenset(products)
 
 
 def _walk(roots: list[Any]) -> tuple[list[Any], set[int]]:
@@ -148,7 +237,7 @@ def _walk(roots: list[Any]) -> tuple[list[Any], set[int]]:
     while pending:
         node = pending.pop()
         name = node.name()
-        if name in _KNOWN:
+        if name in LOSS_NODES:
             losses.append(node)
             continue
         if name in PRODUCT_NODES:
@@ -158,107 +247,6 @@ def _walk(roots: list[Any]) -> tuple[list[Any], set[int]]:
                 seen.add(following)
                 pending.append(following)
     return losses, products
-
-
-def _binary_log_loss(node: Any, captured: CapturedLoss) -> None:
-    from_logits = node.name() == "BinaryCrossEntropyWithLogitsBackward0"
-    prediction, target = node._saved_self.detach(), node._saved_target.detach()
-    weight = node._saved_weight
-    pos_weight = getattr(node, "_saved_pos_weight", None)
-    probability = torch.sigmoid(prediction) if from_logits else prediction
-    # The probability in the training dtype is what the gradient was computed from.
-    p, y = probability.to(torch.float64).reshape(-1), target.to(torch.float64).reshape(-1)
-    _describe(captured, target)
-    loss = (
-        functional.binary_cross_entropy_with_logits
-        if from_logits
-        else (functional.binary_cross_entropy)
-    )
-    captured.data_loss = float(loss(prediction.to(torch.float64), target.to(torch.float64)))
-    weights = torch.ones_like(p)
-    if weight is not None:
-        weights = weights * weight.detach().to(torch.float64).expand(target.shape).reshape(-1)
-    if pos_weight is not None:
-        if not bool(((y == 0) | (y == 1)).all()):
-            return
-        positive = pos_weight.detach().to(torch.float64).expand(target.shape).reshape(-1)
-        weights = weights * torch.where(y == 1, positive, 1.0)
-    captured.is_log_loss = True
-    captured.from_logits = from_logits
-    captured.loss_node, captured.prediction = node, prediction
-    captured.target, captured.weights = y, weights
-    captured.slope = weights * (p - y)
-    vanishing = captured.slope.abs() <= VANISHING_SLOPE
-    if not from_logits:
-        # PyTorch divides by max(p (1 - p), 1e-12), and the sigmoid multiplies by p (1 - p).
-        damping = (p * (1 - p) / _BCE_EPSILON).clamp(max=1)
-        captured.slope = captured.slope * damping
-        vanishing = vanishing | ((damping < 1) & ((p - y).abs() > 0.5))
-    captured.saturated = vanishing
-    captured.curvature = weights * p * (1 - p)
-
-
-def _squared_error(node: Any, captured: CapturedLoss) -> None:
-    prediction, target = node._saved_self.detach(), node._saved_target.detach()
-    residual = (prediction.to(torch.float64) - target.to(torch.float64)).reshape(-1)
-    _describe(captured, prediction)
-    captured.data_loss = float(residual.square().mean())
-    captured.slope = 2 * residual
-    captured.curvature = torch.full_like(residual, 2.0)
-
-
-def _log_softmax_loss(node: Any, captured: CapturedLoss) -> None:
-    log_probability, target = node._saved_self.detach(), node._saved_target.detach()
-    if target.ndim == 0:
-        log_probability, target = log_probability.unsqueeze(0), target.unsqueeze(0)
-    _describe(captured, target)
-    ignored_terms = int(_is_ignored(node, target).sum())
-    classes = log_probability.shape[1]
-    if target.ndim == 1 and classes == target.shape[0]:
-        captured.is_separable = False
-        captured.reason = (
-            f"a softmax over {classes} classes for {classes} examples is an in-batch softmax: "
-            "examples share terms"
-        )
-    elif node._saved_weight is not None or ignored_terms:
-        captured.reason = "classes are weighted or ignored, so examples do not count equally"
-    chosen = log_probability.to(torch.float64).gather(1, target.clamp(min=0).unsqueeze(1))
-    terms = chosen.squeeze(1)[~_is_ignored(node, target)]
-    captured.data_loss = -float(terms.mean()) if terms.numel() else None
-
-
-def _is_ignored(node: Any, target: torch.Tensor) -> torch.Tensor:
-    try:
-        return target == int(node._saved_ignore_index)
-    except ValueError:  # PyTorch cannot hand out a negative one, such as the default -100
-        return target < 0
-
-
-def _other(node: Any, captured: CapturedLoss) -> None:
-    _describe(captured, node._saved_target.detach())
-
-
-def _describe(captured: CapturedLoss, target: torch.Tensor) -> None:
-    captured.examples = int(target.shape[0]) if target.ndim else 1
-    captured.terms = target.numel()
-    if target.ndim == 2 and target.shape[0] == target.shape[1] > 1:
-        captured.is_separable = False
-        captured.reason = (
-            f"a loss over {target.shape[0]} x {target.shape[1]} terms looks like one of all pairs "
-            "of examples: examples share terms"
-        )
-
-
-_KNOWN: dict[str, Callable[[Any, CapturedLoss], None]] = {
-    "BinaryCrossEntropyBackward0": _binary_log_loss,
-    "BinaryCrossEntropyWithLogitsBackward0": _binary_log_loss,
-    "NllLossBackward0": _log_softmax_loss,
-    "NllLoss2DBackward0": _log_softmax_loss,
-    "MseLossBackward0": _squared_error,
-    "SmoothL1LossBackward0": _other,
-    "HuberLossBackward0": _other,
-    "SoftMarginLossBackward0": _other,
-}
 
 
 class BackwardWatch:
@@ -292,12 +280,12 @@ class BackwardWatch:
             handle.remove()
         self._handles.clear()
 
-    def _look(self, tensors: Any) -> None:
+    def _look(self, tensors: Any, gradients: Any) -> None:
         try:
             with torch.no_grad(), _disable_current_modes():
                 if self._model is not None and not SWITCHBOARD.concerns(self._model, tensors):
                     return
-                captured = capture(tensors, self._handles.append)
+                captured = capture(tensors, self._handles.append, gradients)
                 self._found(captured)
                 captured.release()
         except Exception as error:

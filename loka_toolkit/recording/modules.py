@@ -32,7 +32,7 @@ class ModelNames:
         types: Class name by canonical path; of a wrapper, the wrapped module's.
         parameters: Parameters by canonical name; of tied ones, only the first.
         owners: Canonical path of the module that owns a parameter, by the parameter's name.
-        compiled: Canonical paths of modules wrapped by torch.compile.
+        compiled: Canonical paths of modules compiled by torch.compile.
     """
 
     modules: dict[nn.Module, str]
@@ -67,7 +67,10 @@ class ModelNames:
                 f"model {type(model).__name__} has no parameters, so nothing of it is trained"
             )
         compiled = tuple(
-            fqn for module, fqn in modules.items() if type(module).__name__ == "OptimizedModule"
+            fqn
+            for module, fqn in modules.items()
+            if type(module).__name__ == "OptimizedModule"
+            or getattr(module, "_compiled_call_impl", None) is not None
         )
         return cls(modules, types, parameters, owners, compiled)
 
@@ -83,8 +86,8 @@ class ModelNames:
                 "compiled-model",
                 "torch.compile wraps "
                 + ", ".join(self.compiled)
-                + "; recorded steps run it eagerly where torch allows it, which rounds otherwise "
-                "and draws other dropout masks, and what runs compiled is not seen",
+                + "; recorded steps run it eagerly, which rounds otherwise and draws other "
+                "dropout masks",
             )
         if self.has_batch_norm:
             yield (
@@ -175,13 +178,17 @@ class ModuleTracker:
         self._calls[fqn] += 1
         return self._calls[fqn] - 1
 
-    def module_of_product(self, parameter: str | None) -> str:
+    def module_of_product(self, parameter: str | None, innermost: str | None = None) -> str:
         """Return the module to which a product belongs.
 
         The innermost running module; or, if that one does not own the parameter multiplied but
         something inside it does, as with ``F.linear(x, layer.weight)``, that one.
+
+        Args:
+            parameter: Name of the parameter multiplied, or None.
+            innermost: The innermost running module, where it is known better than from hooks.
         """
-        current = self.current
+        current = innermost if innermost is not None else self.current
         if parameter is None:
             return current
         owners = self._tied.get(parameter, {self.names.owners[parameter]})

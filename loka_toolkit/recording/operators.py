@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -44,53 +43,33 @@ ACTIVATIONS = frozenset(
 )
 """Operators that may stand between a product and the norm that it feeds."""
 
-OTHER_PRODUCTS: dict[Any, Callable[..., float]] = {
-    aten.mv: lambda a, b, *_: 2.0 * a.numel(),
-    aten.addmv: lambda _, a, *__: 2.0 * a.numel(),
-    aten.dot: lambda a, *_: 2.0 * a.numel(),
-    aten.addbmm: lambda _, a, b, *__: 2.0 * a.numel() * b.shape[-1],
-    aten._trilinear: lambda a, b, c, *_: 0.0,
-    aten.mkldnn_rnn_layer: lambda *_: 0.0,
-    aten.mkldnn_rnn_layer_backward: lambda *_: 0.0,
-    aten._cudnn_rnn: lambda *_: 0.0,
-    aten._cudnn_rnn_backward: lambda *_: 0.0,
-    # Two products forward, five backward.
-    aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_: (
-        4.0 * q.numel() * k.shape[-2]
-    ),
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda g, q, k, *_: (
-        10.0 * q.numel() * k.shape[-2]
-    ),
-    aten._grouped_mm: lambda a, b, *_: 2.0 * a.numel() * b.shape[-1],
-}
-"""Work that is no site yet; FLOPs where they are cheap to tell, else 0: the reason still counts."""
-
-INSTALLED_TABLE = "run by an installed dispatch table: record inside installation.paused()"
-"""Why a product that the toolkit's own operators compute is no site: its operands are not those of
-the original precision, and what an operator does inside is hidden from the recorder."""
-
-_INSTALLED_PRODUCTS: dict[str, Callable[..., float]] = {
-    "loka::gemm": lambda a, b, *_, **__: 2.0 * a.numel() * b.shape[-1],
-    "loka::missed_mm": lambda a, b, *_, **__: 2.0 * a.numel() * b.shape[-1],
-    "loka::missed_linear": lambda x, weight, *_, **__: 2.0 * x.numel() * weight.shape[0],
-}
-"""Operators of an installed dispatch table by name, since they exist only once it is imported."""
+OTHER_PRODUCTS: frozenset[str] = frozenset(
+    {
+        "aten::_native_multi_head_attention",
+        "aten::_transformer_encoder_layer_fwd",
+        "aten::_convolution",
+        "aten::cudnn_convolution",
+        "aten::cudnn_convolution_transpose",
+        "aten::convolution_overrideable",
+        "aten::mkldnn_convolution",
+        "aten::conv_tbc",
+        "aten::quantized_lstm",
+        "aten::_weight_int4pack_mm",
+        "aten::_weight_int8pack_mm",
+    }
+)
+"""Work that is no site, beside what PyTorch counts FLOPs of: none of it is used in training."""
 
 
-def installed_flops(
-    func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> float | None:
-    """Return the FLOPs of a product that an installed dispatch table ran; None for other work."""
-    known = _INSTALLED_PRODUCTS.get(func._schema.name)
-    return None if known is None else known(*args, **kwargs)
+def is_unseen_work(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator that is no site multiplies matrices."""
+    return func._schema.name in OTHER_PRODUCTS or func.overloadpacket in flop_registry
 
 
 def unseen_flops(packet: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
     """Return the FLOPs of an operator that is work and no site; 0 where they cannot be told."""
-    known = OTHER_PRODUCTS.get(packet)
+    known = flop_registry.get(packet)
     try:
-        if known is not None:
-            return float(known(*args))
-        return float(flop_registry[packet](*args, **kwargs, out_val=out))
+        return 0.0 if known is None else float(known(*args, **kwargs, out_val=out))
     except (TypeError, ValueError, AttributeError, AssertionError):
         return 0.0

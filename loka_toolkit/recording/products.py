@@ -7,6 +7,7 @@ however it was stored; a product of activations keeps the orientation in which i
 from __future__ import annotations
 
 import dataclasses
+import enum
 
 import torch
 
@@ -14,13 +15,79 @@ from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Operand, Role
 
 aten = torch.ops.aten
 
-_FIRST_FACTOR: dict[torch._ops.OpOverload, int] = {
-    aten.mm.default: 0,
-    aten.bmm.default: 0,
-    aten.addmm.default: 1,
-    aten.baddbmm.default: 1,
+
+class _Form(enum.Enum):
+    """Which of the two factors are vectors."""
+
+    MATRICES = enum.auto()
+    RIGHT_VECTOR = enum.auto()
+    VECTORS = enum.auto()
+
+
+_PRODUCTS: dict[torch._ops.OpOverloadPacket, tuple[int, _Form]] = {
+    aten.mm: (0, _Form.MATRICES),
+    aten.bmm: (0, _Form.MATRICES),
+    aten.addmm: (1, _Form.MATRICES),
+    aten.addmm_: (1, _Form.MATRICES),
+    aten.baddbmm: (1, _Form.MATRICES),
+    aten.baddbmm_: (1, _Form.MATRICES),
+    aten._addmm_activation: (1, _Form.MATRICES),
+    aten._sparse_addmm: (1, _Form.MATRICES),
+    aten._int_mm: (0, _Form.MATRICES),
+    aten._scaled_mm: (0, _Form.MATRICES),
+    aten.mv: (0, _Form.RIGHT_VECTOR),
+    aten.addmv: (1, _Form.RIGHT_VECTOR),
+    aten.addmv_: (1, _Form.RIGHT_VECTOR),
+    aten.dot: (0, _Form.VECTORS),
+    aten.vdot: (0, _Form.VECTORS),
 }
-"""Products that become sites, and the position of their left factor."""
+"""Products that become sites, the position of their left factor, and their form. Outer products
+(ger, addr) contract over nothing: they are element-wise work."""
+
+INSTALLED_TABLE = "run by an installed dispatch table: record inside installation.paused()"
+"""Why a product that the toolkit's own operators compute is not judged: its operands are not those
+of the original precision, and what an operator does inside is hidden from the recorder."""
+
+_INSTALLED_PREFIXES = ("loka::gemm", "loka::missed_")
+_INSTALLED_LINEAR = "loka::missed_linear"
+
+
+@dataclasses.dataclass(frozen=True)
+class SiteShape:
+    """What the table ``sites`` says of one product.
+
+    Attributes:
+        op: Name of the operator.
+        batch: Number of products.
+        m: Rows of the output.
+        n: Columns of the output.
+        k: Contraction length.
+        dtype_a: Dtype of the left factor.
+        dtype_b: Dtype of the right factor.
+        dtype_out: Dtype of the output.
+        layout_a: ``row``, ``column`` or ``strided``.
+        layout_b: Likewise.
+        flops: FLOPs of one execution.
+        bar: Why no kernel can stand in for it; None if one can.
+    """
+
+    op: str
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype_a: str
+    dtype_b: str
+    dtype_out: str
+    layout_a: str
+    layout_b: str
+    flops: float
+    bar: str | None = None
+
+    @property
+    def dims(self) -> tuple[int, int, int, int]:
+        """Batch, M, N, K."""
+        return self.batch, self.m, self.n, self.k
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +101,7 @@ class Product:
         out: [.., M, N].
         alpha: Factor of the product in the output.
         has_addend: Whether something was added to the product.
+        is_installed: Whether an installed dispatch table computed it.
     """
 
     op: str
@@ -42,11 +110,33 @@ class Product:
     out: torch.Tensor
     alpha: float
     has_addend: bool
+    is_installed: bool = False
 
     @property
     def flops(self) -> float:
-        """Floating-point operations."""
+        """Floating-point operations; of a sparse factor only the entries count."""
+        sparse = [x for x in (self.a, self.b) if x.layout is not torch.strided]
+        if len(sparse) == 1:
+            other = self.out.shape[-1] if sparse[0] is self.a else self.out.shape[-2]
+            return 2.0 * sparse[0]._nnz() * other
         return 2.0 * self.out.numel() * self.a.shape[-1]
+
+    @property
+    def unjudged(self) -> str | None:
+        """Why its errors cannot be told; None if they can."""
+        if self.is_installed:
+            return INSTALLED_TABLE
+        if self.a.layout is not torch.strided or self.b.layout is not torch.strided:
+            return "a factor is sparse"
+        for x in (self.a, self.b):
+            if not x.dtype.is_floating_point or x.dtype.itemsize < 2:
+                return f"a factor of dtype {dtype_name(x.dtype)} has no precision to lose"
+        return None
+
+
+def is_product(func: torch._ops.OpOverload) -> bool:
+    """Whether an operator computes one product."""
+    return func.overloadpacket in _PRODUCTS or func._schema.name.startswith(_INSTALLED_PREFIXES)
 
 
 def product_of(
@@ -55,15 +145,25 @@ def product_of(
     kwargs: dict[str, object],
     out: object,
 ) -> Product | None:
-    """Return the product that an aten call computed, or None if it is not one of ours."""
-    first = _FIRST_FACTOR.get(func)
-    if first is None:
+    """Return the product that a call computed, or None if it is not one of ours."""
+    known = _PRODUCTS.get(func.overloadpacket)
+    name = func._schema.name
+    is_installed = known is None and name.startswith(_INSTALLED_PREFIXES)
+    if is_installed:
+        known = 0, _Form.MATRICES
+    if known is None or not isinstance(out, torch.Tensor):
         return None
-    a, b = args[first], args[first + 1]
+    first, form = known
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    a, b = list(named.values())[first : first + 2]
     if not (isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor)):
         return None
-    if not isinstance(out, torch.Tensor):
-        return None
+    if name == _INSTALLED_LINEAR:
+        a, b, out = a.reshape(-1, a.shape[-1]), b.mT, out.reshape(-1, out.shape[-1])
+    if form is not _Form.MATRICES:
+        b = b.unsqueeze(-1)
+        a = a.unsqueeze(0) if form is _Form.VECTORS else a
+        out = out.reshape(a.shape[0], 1)
     alpha = kwargs.get("alpha", 1)
     return Product(
         op=str(func),
@@ -72,6 +172,7 @@ def product_of(
         out=out,
         alpha=float(alpha) if isinstance(alpha, int | float) else 1.0,
         has_addend=first == 1,
+        is_installed=is_installed,
     )
 
 
@@ -114,6 +215,25 @@ class Factors:
     def dims(self) -> tuple[int, int, int]:
         """M, N, K."""
         return int(self.a.shape[-2]), int(self.b.shape[-1]), int(self.a.shape[-1])
+
+
+def shape_of(product: Product, factors: Factors) -> SiteShape:
+    """Return what the table ``sites`` says of a product in canonical orientation."""
+    m, n, k = factors.dims
+    return SiteShape(
+        op=product.op,
+        batch=factors.batch,
+        m=m,
+        n=n,
+        k=k,
+        dtype_a=dtype_name(factors.a.dtype),
+        dtype_b=dtype_name(factors.b.dtype),
+        dtype_out=dtype_name(product.out.dtype),
+        layout_a=layout_of(factors.a),
+        layout_b=layout_of(factors.b),
+        flops=product.flops,
+        bar=None if product.is_installed else product.unjudged,
+    )
 
 
 def forward_factors(product: Product, parameter_side: str | None) -> Factors:
@@ -196,13 +316,7 @@ def match_gradient(
     possible = gradients_of_shape(forward, left, right)
     if not possible:
         return None
-
-    def agrees(match: GradientMatch) -> bool:
-        other = forward.storage_b if match.of == "a" else forward.storage_a
-        stands = right_storage if _other_is_right(match) else left_storage
-        return other == stands
-
-    by_storage = [match for match in possible if agrees(match)]
+    by_storage = [m for m in possible if agrees(forward, m, left_storage, right_storage)]
     candidates = by_storage or possible
     if len(candidates) > 1:
         fresh = [match for match in candidates if match.of not in already_seen]
@@ -212,6 +326,22 @@ def match_gradient(
         plain = [match for match in candidates if not match.transposed]
         candidates = plain if forward.is_batched and plain else candidates
     return min(candidates, key=lambda match: (match.of, match.transposed))
+
+
+def agrees(
+    forward: ForwardOperands, match: GradientMatch, left_storage: int, right_storage: int
+) -> bool:
+    """Whether the factor that is not the output's gradient is the other forward operand."""
+    other = forward.storage_b if match.of == "a" else forward.storage_a
+    stands = right_storage if _other_is_right(match) else left_storage
+    return other == stands
+
+
+def role_of(forward: ForwardOperands, match: GradientMatch) -> Role:
+    """Return the role of a gradient of a forward product."""
+    if forward.parameter_side is None:
+        return Role.GRAD_A if match.of == "a" else Role.GRAD_B
+    return Role.WGRAD if match.of == forward.parameter_side else Role.DGRAD
 
 
 def _other_is_right(match: GradientMatch) -> bool:
@@ -272,7 +402,9 @@ def gradient_factors(
 
 
 def layout_of(x: torch.Tensor) -> str:
-    """Return ``row``, ``column`` or ``strided`` for the last two dimensions."""
+    """Return ``row``, ``column`` or ``strided`` for the last two dimensions, or ``sparse``."""
+    if x.layout is not torch.strided:
+        return "sparse"
     rows, columns = x.shape[-2], x.shape[-1]
     if x.stride(-1) == 1 and x.stride(-2) >= columns:
         return "row"

@@ -11,13 +11,16 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from loka_toolkit.artifacts.trace import ERRORS, OPERANDS, SITES, STEPS, RunStatus
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES
 from loka_toolkit.numerics.scaling import STATIC_HEADROOM
 from loka_toolkit.recording import rows
+from loka_toolkit.recording.caveats import step_caveats
 from loka_toolkit.recording.claim import claim, release
+from loka_toolkit.recording.eager import EagerStance
 from loka_toolkit.recording.events import EventLog
 from loka_toolkit.recording.interception import Interception
 from loka_toolkit.recording.layers import StepRecord
@@ -25,7 +28,6 @@ from loka_toolkit.recording.loss import BackwardWatch
 from loka_toolkit.recording.memory import RunMemory
 from loka_toolkit.recording.modules import ModelNames
 from loka_toolkit.recording.observer import Observer
-from loka_toolkit.recording.operators import INSTALLED_TABLE
 from loka_toolkit.recording.schedule import Schedule
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.switchboard import MODE_STAYS
@@ -66,6 +68,7 @@ class Recorder:
         self._is_disabled = False
         self._interception: Interception | None = None
         self._watch: BackwardWatch | None = None
+        self._stance = EagerStance()
         self._record: StepRecord | None = None
         self._last_said = StepFacts()
         self._left_standing: list[Interception] = []
@@ -168,7 +171,8 @@ class Recorder:
             self._stop_watching()
             if record is not None:
                 start = time.perf_counter()
-                self._end_step(record, said, start)
+                with _disable_current_modes():  # another recorder's may stand
+                    self._end_step(record, said, start)
         except Exception as failure:
             self._fail(failure)
         self._step += 1
@@ -224,12 +228,14 @@ class Recorder:
         )
         watch = BackwardWatch(interception.on_loss, self._fail, self._model)
         self._record, self._watch, self._interception = record, watch, interception
+        self._stance.install()
         watch.install()
         interception.install()
 
     def _stop_watching(self) -> None:
         watch, interception = self._watch, self._interception
         self._watch = self._interception = self._record = None
+        self._stance.remove()
         if watch is not None:
             watch.remove()
         while self._left_standing and self._left_standing[-1].remove():
@@ -244,7 +250,7 @@ class Recorder:
             record.loss,
             lambda message: self._events.add("contradiction", message, record.step, warn=True),
         )
-        self._last_said = said
+        self._last_said = said.as_understood(units.examples)
         if units.saturated_count:
             self._events.add("saturated-examples", record.saturation_note, record.step)
         status, reason = self._judge(record, units)
@@ -278,21 +284,8 @@ class Recorder:
                 "nonfinite-step", "steps with Inf or NaN were left out", record.step, warn=True
             )
             return "nonfinite", reason
-        if INSTALLED_TABLE in record.flops_unseen:
-            self._events.add(
-                "installed-table",
-                f"products of a recorded step were {INSTALLED_TABLE}",
-                record.step,
-                warn=True,
-            )
-        elif not record.layers:
-            self._events.add(
-                "nothing-seen",
-                "a recorded step held no product that could be recorded; was the model called, "
-                "with gradients, and not compiled?",
-                record.step,
-                warn=True,
-            )
+        for kind, message, warn in step_caveats(record, self._names.compiled):
+            self._events.add(kind, message, record.step, warn=warn)
         return "recorded", None
 
     def _add_sites(self, record: StepRecord) -> None:
@@ -311,7 +304,7 @@ class Recorder:
             # The step under way counts: its rows are in this flush.
             status = RunStatus(False, self._step + 1, self._recorded)
         try:
-            self._writer.flush(status, self._events.snapshot(), self._memory.moments)
+            self._writer.flush(status, self._events.snapshot(), self._memory)
         except OSError as error:
             self._is_disabled = True
             self._events.add(
@@ -379,6 +372,7 @@ def record(
     moments_width: int = 1024,
     seed: int = 0,
     force: bool = False,
+    upstream_cells: int = 12,
 ) -> Recorder:
     """Return a recorder for a training run.
 
@@ -404,6 +398,8 @@ def record(
         moments_width: Widest operand of which the full covariance is kept.
         seed: Seed of the sampling.
         force: Overwrite a trace that is at ``path`` already.
+        upstream_cells: Gradient sites x recipes whose error is followed to the parameters upstream
+            at each recorded step, in turn; each costs about one more backward pass. 0 for none.
 
     Raises:
         UnknownNameError: If a recipe does not exist; near misses are listed.
@@ -424,5 +420,6 @@ def record(
         moments_width=moments_width,
         seed=seed,
         force=force,
+        upstream_cells=upstream_cells,
     )
     return Recorder(model, settings)

@@ -20,6 +20,7 @@ from loka_toolkit.recording.impact import (
 )
 from loka_toolkit.recording.layers import Layer, SiteErrors, StepRecord
 from loka_toolkit.recording.units import LossUnits
+from loka_toolkit.recording.upstream import NOT_THIS_STEP
 from loka_toolkit.recording.whatif import RecipeError
 
 _ALIVE_SLOPE = 1e-3
@@ -33,7 +34,6 @@ def step_row(
     record: StepRecord, rank: int, status: str, reason: str | None, units: LossUnits
 ) -> dict[str, Any]:
     """Return the row of the table ``steps``."""
-    unseen = {name: flops for name, flops in sorted(record.flops_unseen.items())}
     return {
         "step": record.step,
         "rank": rank,
@@ -46,9 +46,17 @@ def step_row(
         "loss_scale": units.loss_scale,
         "seconds_recording": record.seconds,
         "gemm_flops_seen": record.flops_seen,
-        "gemm_flops_unseen": sum(unseen.values()),
-        "unseen_reason": json.dumps(unseen) if unseen else None,
+        "gemm_flops_unseen": sum(record.flops_unseen.values()),
+        "unseen_reason": _by_reason(record.flops_unseen),
+        "gemm_flops_not_judged": sum(record.flops_not_judged.values()),
+        "not_judged_reason": _by_reason(record.flops_not_judged),
+        "gemm_flops_repeated": sum(record.flops_repeated.values()),
+        "repeated_reason": _by_reason(record.flops_repeated),
     }
+
+
+def _by_reason(flops: dict[str, float]) -> str | None:
+    return json.dumps(dict(sorted(flops.items()))) if flops else None
 
 
 def site_rows(record: StepRecord) -> list[dict[str, Any]]:
@@ -95,7 +103,7 @@ def _row(
     units: LossUnits | None,
 ) -> dict[str, Any]:
     name = error.recipe.name
-    bias, noise, why = _gradient_values(site, name, units)
+    bias, noise, why = _gradient_values(record, site, name, units)
     return {
         "step": record.step,
         "rank": rank,
@@ -117,15 +125,15 @@ def _row(
 
 
 def _gradient_values(
-    site: SiteErrors, recipe: str, units: LossUnits | None
+    record: StepRecord, site: SiteErrors, recipe: str, units: LossUnits | None
 ) -> tuple[float | None, float | None, str | None]:
     if site.key.role is Role.FWD:
         return None, None, "a forward site changes the loss and not the update"
-    columns = site.gradient
-    if columns is None:
-        return None, None, "reaches parameters upstream; not propagated"
+    columns = site.gradient or record.upstream.get(site.key)
+    if columns is None or (columns.bias and recipe not in columns.bias):
+        return None, None, record.upstream_reason or NOT_THIS_STEP
     if not columns.bias:
-        return None, None, columns.reason
+        return None, None, columns.reason or NOT_THIS_STEP
     bias = columns.bias[recipe]
     if not math.isfinite(bias):
         return None, None, "the emulated gradient is not finite"
@@ -238,12 +246,18 @@ def _impact(
 ) -> Impact:
     assert layer.gradient_rows is not None and units.divisor is not None
     total = units.examples or len(examples)
-    known = units.slope is not None and units.curvature is not None
+    # Through a batch normalization a row's gradient is not its own example's slope alone.
+    known = layer.sequence not in units.mixed or layer.logit_rows is not None
+    known = known and units.slope is not None and units.curvature is not None
     terms = ExampleTerms(
         total=total,
         slope=units.slope[examples] if known and units.slope is not None else None,
         curvature=units.curvature[examples] if known and units.curvature is not None else None,
         is_log_loss=units.is_log_loss,
+        mean_over=units.mean_over,
+        terms=units.terms,
+        dispersion=units.dispersion,
+        is_residual_loss=units.is_residual_loss,
         saturated=units.saturated_count,
     )
     if layer.logit_rows is not None and terms.slope is not None:

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+
+_SAME_VALUES = frozenset(
+    {
+        "TBackward0",
+        "TransposeBackward0",
+        "PermuteBackward0",
+        "ViewBackward0",
+        "ReshapeAliasBackward0",
+        "UnsqueezeBackward0",
+        "SqueezeBackward0",
+        "SqueezeBackward1",
+        "SelectBackward0",
+        "SliceBackward0",
+        "ExpandBackward0",
+        "AsStridedBackward0",
+        "AliasBackward0",
+        "ToCopyBackward0",
+        "CloneBackward0",
+    }
+)
+"""Nodes of views, copies and casts."""
 
 
 class StorageRegistry:
@@ -55,6 +77,7 @@ class ParameterMap:
     def __init__(self, registry: StorageRegistry, parameters: dict[str, torch.Tensor]) -> None:
         self._registry = registry
         self._places: dict[int, list[ParameterPlace]] = {}
+        self._names = {id(parameter): fqn for fqn, parameter in parameters.items()}
         for fqn, parameter in parameters.items():
             if parameter.layout is not torch.strided or parameter.numel() == 0:
                 continue
@@ -70,9 +93,17 @@ class ParameterMap:
         """Return the name of the parameter whose memory, or a cast of it, ``x`` shows."""
         places = self._places.get(self._registry.name(x))
         if not places:
-            return None
+            return self._find_in_graph(x)
         offset = x.storage_offset()
         return next((p.fqn for p in places if p.first <= offset < p.last), places[0].fqn)
+
+    def _find_in_graph(self, x: torch.Tensor) -> str | None:
+        """Follow views and casts back to a parameter, such as a cast that autocast had cached."""
+        node: Any = x.grad_fn
+        while node is not None and node.name() in _SAME_VALUES:
+            node = node.next_functions[0][0]
+        variable = getattr(node, "variable", None)
+        return None if variable is None else self._names.get(id(variable))
 
     def follow(self, source: torch.Tensor, copy: torch.Tensor) -> None:
         """Remember that ``copy`` is a cast or a copy of ``source``, if that is a parameter."""

@@ -17,16 +17,11 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
-from loka_toolkit.recording.operators import (
-    NORMS,
-    OTHER_PRODUCTS,
-    installed_flops,
-    unseen_flops,
-)
-from loka_toolkit.recording.products import product_of
+from loka_toolkit.recording.callers import is_inside_function
+from loka_toolkit.recording.operators import NORMS, is_unseen_work, unseen_flops
 from loka_toolkit.recording.storages import StorageRegistry
+from loka_toolkit.recording.work import is_work, work_of
 
 OUTSIDE = "outside of every model that is recorded"
 """Why a product is no site while several models are recorded: it is of none of them."""
@@ -205,7 +200,7 @@ class Switchboard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         sequence = _next_sequence() - 1
         out = func(*args, **kwargs)
         listeners = [listener for listener, _ in self._listeners]
-        if _is_counted(func, args, kwargs):
+        if _is_counted(func):
             owner = self._owner(args, sequence, torch.is_grad_enabled())
             if owner is not None:
                 listeners = [one for one in listeners if one.model is owner.model]
@@ -220,7 +215,7 @@ class Switchboard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _owner(self, args: tuple[Any, ...], sequence: int, has_gradients: bool) -> Fence | None:
-        tensors = [x for x in args if isinstance(x, torch.Tensor)]
+        tensors = [x for x in tree_leaves(args) if isinstance(x, torch.Tensor)]
         owner = next((f for f in self._fences if any(map(f.holds, tensors))), None)
         if owner is None and self._running:
             owner = self._running[-1]
@@ -229,7 +224,13 @@ class Switchboard(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._owners.get(int(node._sequence_nr()))
         if owner is None and len(self._fences) == 1:
             owner = self._fences[0]
-        if owner is not None and has_gradients and any(x.requires_grad for x in tensors):
+        if owner is None:
+            return None
+        # A custom function computes without gradients; what was numbered last is its own node.
+        is_numbered = (
+            any(x.requires_grad for x in tensors) if has_gradients else (is_inside_function())
+        )
+        if is_numbered:
             self._owners.setdefault(sequence, owner)
         return owner
 
@@ -253,17 +254,17 @@ class BackwardTap:
     """Shows what ``torch.autograd.backward`` is given to everybody who asks; one per process."""
 
     def __init__(self) -> None:
-        self._looks: list[Callable[[Any], None]] = []
+        self._looks: list[Callable[[Any, Any], None]] = []
         self._original: Callable[..., None] | None = None
         self._replacement: Callable[..., None] | None = None
 
-    def add(self, look: Callable[[Any], None]) -> None:
-        """Call ``look`` with the first argument of every outermost call."""
+    def add(self, look: Callable[[Any, Any], None]) -> None:
+        """Call ``look`` with the first two arguments of every outermost call."""
         self._looks.append(look)
         if self._replacement is None:
             self._stand_in()
 
-    def remove(self, look: Callable[[Any], None]) -> None:
+    def remove(self, look: Callable[[Any, Any], None]) -> None:
         """Call it no more; the last one restores PyTorch's function."""
         if look in self._looks:
             self._looks.remove(look)
@@ -282,11 +283,11 @@ class BackwardTap:
         original = torch.autograd.backward
 
         @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._replacement is backward and torch._C._current_autograd_node() is None:
                 for look in tuple(self._looks):
-                    look(tensors)
-            original(tensors, *args, **kwargs)
+                    look(tensors, grad_tensors)
+            original(tensors, grad_tensors, *args, **kwargs)
 
         self._original, self._replacement = original, backward
         torch.autograd.backward = backward
@@ -296,15 +297,9 @@ BACKWARD_TAP = BackwardTap()
 """The one of this process."""
 
 
-def _is_counted(func: torch._ops.OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_counted(func: torch._ops.OpOverload) -> bool:
     """Whether an operator may become a site or unseen work, rather than be followed only."""
-    packet = func.overloadpacket
-    return (
-        packet in flop_registry
-        or packet in OTHER_PRODUCTS
-        or packet in NORMS
-        or installed_flops(func, args, kwargs) is not None
-    )
+    return is_work(func) or is_unseen_work(func) or func.overloadpacket in NORMS
 
 
 def _flops(
@@ -312,11 +307,8 @@ def _flops(
 ) -> float | None:
     if func.overloadpacket in NORMS:
         return None
-    product = product_of(func, args, kwargs, out)
-    if product is not None:
-        return product.flops
-    installed = installed_flops(func, args, kwargs)
-    return unseen_flops(func.overloadpacket, args, kwargs, out) if installed is None else installed
+    work = work_of(func, args, kwargs, out)
+    return work.flops if work else unseen_flops(func.overloadpacket, args, kwargs, out)
 
 
 def _next_sequence() -> int:

@@ -44,6 +44,12 @@ class StepFacts:
             return int(self.examples.max()) + 1 if self.examples.numel() else 0
         return self.examples
 
+    def as_understood(self, examples: int | None) -> StepFacts:
+        """Return what the next step may go by: examples of one micro-batch, not of all of them."""
+        if isinstance(self.examples, int):
+            return dataclasses.replace(self, examples=examples)
+        return self
+
 
 _T = TypeVar("_T")
 
@@ -121,9 +127,15 @@ class LossUnits:
         mean_loss: Data loss per example.
         slope: d term / d prediction of every example, float64, or None.
         curvature: Second derivative, likewise.
+        mean_over: Number that the sum of all terms is divided by to give the mean loss.
+        terms: Terms of the loss; one per example where nothing else is known.
+        dispersion: Sum of the terms' curvatures over that of their squared slopes: 1 for a
+            likelihood, on average; other losses have a scale of their own.
+        is_residual_loss: Whether the prediction is known to be no logit.
         is_log_loss: Whether the prediction is a logit.
         saturated: Which terms lose their gradient in the training dtype, bool; None if unknown.
         bypassing: Sequence numbers of products that the known loss does not cover.
+        mixed: Sequence numbers of products after which examples are mixed.
         reason: Why impact cannot be computed; None if it can.
     """
 
@@ -137,9 +149,14 @@ class LossUnits:
     mean_loss: float | None
     slope: torch.Tensor | None
     curvature: torch.Tensor | None
+    mean_over: int
+    terms: int
+    dispersion: float
+    is_residual_loss: bool
     is_log_loss: bool
     saturated: torch.Tensor | None
     bypassing: frozenset[int]
+    mixed: frozenset[int]
     reason: str | None
 
     @property
@@ -165,15 +182,7 @@ def resolve_units(
         contradiction: Called with one sentence for every contradiction.
     """
     known = seen is not None and seen.node is not None
-    examples = said.example_count
-    if seen is not None and known and seen.examples is not None:
-        if examples is None:
-            examples = seen.examples
-        elif examples != seen.examples:
-            contradiction(
-                f"step(examples=) says {examples} where the target of {seen.node} has "
-                f"{seen.examples}; the argument is used"
-            )
+    examples = _examples(said, seen, contradiction)
     reduction, loss_scale, reason = _reduction_and_scale(said, seen, contradiction)
     if reason is None and examples is None:
         reason = "the number of examples is not known; pass step(examples=)"
@@ -187,6 +196,11 @@ def resolve_units(
         if not (math.isfinite(divisor) and divisor != 0):
             reason, divisor = f"the loss scale is {loss_scale}", None
     slope, curvature = _terms_per_example(seen, examples, reduction, divisor)
+    mean_over = examples or 0
+    if seen is not None and known and reduction is Reduction.MEAN:
+        mean_over = seen.mean_over
+    has_terms = seen is not None and seen.slope is not None and seen.curvature is not None
+    _check_loss(said, seen, divisor, contradiction)
     return LossUnits(
         examples=examples,
         row_examples=said.examples if isinstance(said.examples, torch.Tensor) else None,
@@ -195,14 +209,62 @@ def resolve_units(
         loss_scale=1.0 if loss_scale is None else loss_scale,
         divisor=divisor,
         loss=said.loss if said.loss is not None else (seen.total if seen else None),
-        mean_loss=_mean_loss(seen, examples, reduction),
+        mean_loss=_mean_loss(seen, examples, reduction, divisor),
         slope=slope,
         curvature=curvature,
+        mean_over=mean_over,
+        terms=seen.terms if seen is not None and known else examples or 0,
+        dispersion=_dispersion(seen, mean_over, divisor, loss_scale),
+        is_residual_loss=has_terms and seen is not None and not seen.is_log_loss,
         is_log_loss=seen is not None and seen.is_log_loss,
         saturated=None if seen is None or seen.saturated is None else seen.saturated.cpu(),
         bypassing=seen.bypassing if seen is not None and _is_guarded(said) else frozenset(),
+        mixed=seen.mixed if seen is not None else frozenset(),
         reason=reason,
     )
+
+
+def _examples(
+    said: StepFacts, seen: CapturedLoss | None, contradiction: Callable[[str], None]
+) -> int | None:
+    """Return the number of examples of the first micro-batch."""
+    examples = said.example_count
+    if seen is None or seen.node is None or seen.examples is None:
+        return examples
+    if examples is None or examples == seen.examples:
+        return seen.examples
+    if seen.backwards > 1 and examples == seen.examples * seen.backwards:
+        return seen.examples  # the script counts all micro-batches of the step
+    contradiction(
+        f"step(examples=) says {examples} where the target of {seen.node} has {seen.examples}; the "
+        "argument is used"
+    )
+    return examples
+
+
+def _check_loss(
+    said: StepFacts,
+    seen: CapturedLoss | None,
+    divisor: float | None,
+    contradiction: Callable[[str], None],
+) -> None:
+    """Tell when the loss said is, in no unit that scripts use, the one that was differentiated.
+
+    Of several micro-batches the script may give the last, the sum or the mean, so nothing is said.
+    """
+    if said.loss is None or seen is None or seen.total is None or seen.backwards > 1:
+        return
+    if not (math.isfinite(said.loss) and math.isfinite(seen.total)):
+        return
+    units = [1.0, *(1 / x for x in (seen.loss_scale, divisor) if x)]
+    meant = [seen.total * unit for unit in units]
+    if seen.data_loss is not None:
+        meant += [seen.data_loss, seen.data_loss * seen.mean_over]
+    if not any(math.isclose(said.loss, value, rel_tol=0.01, abs_tol=1e-6) for value in meant):
+        contradiction(
+            f"step(loss=) says {said.loss:g} where {seen.total:g} was differentiated; the argument "
+            "is kept as the loss of the step, and impact rests on what was differentiated"
+        )
 
 
 def _is_guarded(said: StepFacts) -> bool:
@@ -238,7 +300,10 @@ def _reduction_and_scale(
     elif loss_scale is None:
         loss_scale = multiplier
     if loss_scale is None:
-        return found, None, "no backward passed through the loss"
+        why = "no backward passed through the loss"
+        if len(seen.multipliers) == seen.losses > 1:
+            why = f"{seen.losses} losses of different weight were added; pass step(loss_scale=)"
+        return found, None, why
     return reduction or found, loss_scale, None
 
 
@@ -266,7 +331,7 @@ def _terms_per_example(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     if seen is None or seen.slope is None or seen.curvature is None:
         return None, None
-    if seen.terms != examples or reduction is None or divisor is None:
+    if seen.terms != examples or reduction is None or divisor is None or seen.losses > 1:
         return None, None
     if seen.reduction == "none" and seen.uniform_multiplier is None:
         if seen.multiplier is None or seen.multiplier.numel() != seen.terms:
@@ -276,11 +341,36 @@ def _terms_per_example(
     return seen.slope.cpu(), seen.curvature.cpu()
 
 
+def _dispersion(
+    seen: CapturedLoss | None, mean_over: int, divisor: float | None, loss_scale: float | None
+) -> float:
+    """Return sum of w c over sum of (w s)^2, with weight w, slope s and curvature c of a term."""
+    if seen is None or seen.slope is None or seen.curvature is None or not divisor:
+        return 1.0
+    weights = torch.ones_like(seen.slope)
+    if seen.reduction == "none" and seen.multiplier is not None:
+        if seen.multiplier.numel() == seen.terms:
+            weights = seen.multiplier.reshape(-1) * mean_over / divisor
+    elif seen.losses > 1 and len(seen.multipliers) == seen.losses and loss_scale:
+        each = [seen.multipliers[number].reshape(-1)[:1] for number in range(seen.losses)]
+        weights = torch.cat(each).repeat_interleave(seen.mean_over) / loss_scale
+    curvature = float((weights * seen.curvature).sum())
+    squares = float((weights * seen.slope).square().sum())
+    ratio = curvature / squares if squares > 0 else 1.0
+    return ratio if math.isfinite(ratio) and ratio > 0 else 1.0
+
+
 def _mean_loss(
-    seen: CapturedLoss | None, examples: int | None, reduction: Reduction | None
+    seen: CapturedLoss | None,
+    examples: int | None,
+    reduction: Reduction | None,
+    divisor: float | None,
 ) -> float | None:
-    if seen is None or seen.data_loss is None:
+    if seen is None:
         return None
+    if seen.data_loss is None:
+        # All that is known of a loss of one's own is its total.
+        return seen.total / divisor if seen.total is not None and divisor else None
     if reduction is Reduction.SUM and examples:
-        return seen.data_loss * seen.terms / examples
+        return seen.data_loss * seen.mean_over / examples
     return seen.data_loss

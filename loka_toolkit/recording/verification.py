@@ -21,16 +21,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES, Scaling, parse_recipe
+from loka_toolkit.recording.composites import Composite
 from loka_toolkit.recording.interception import Interception
 from loka_toolkit.recording.layers import Layer, StepRecord
 from loka_toolkit.recording.loss import BackwardWatch, CapturedLoss, capture
 from loka_toolkit.recording.memory import StaticAmax
 from loka_toolkit.recording.modules import ModelNames
 from loka_toolkit.recording.observer import Observer
-from loka_toolkit.recording.products import product_of
 from loka_toolkit.recording.rows import forward_impacts
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.units import LossUnits, StepFacts, resolve_units, understand_step
+from loka_toolkit.recording.work import tensors_of, work_of
 
 LossClosure = Callable[..., torch.Tensor]
 
@@ -200,6 +201,7 @@ def _one_step(
         moments_width=0,
         seed=0,
         force=False,
+        upstream_cells=0,
     )
     names = ModelNames.of(twin)
     observer = Observer(settings, StaticAmax(), names.types, exhaustive=everything)
@@ -254,6 +256,8 @@ def _mean_loss(seen: CapturedLoss | None, units: LossUnits) -> Callable[[torch.T
 
 def _as_aten(layer: Layer, error: torch.Tensor) -> torch.Tensor:
     """Return an error of the canonical output as aten's output has it."""
+    if layer.geometry is not None:
+        return layer.geometry.as_output(error)
     shaped = error.reshape(layer.products, layer.rows, -1) * layer.alpha
     if not layer.forward.is_batched:
         shaped = shaped.squeeze(0)
@@ -275,10 +279,13 @@ class _Injection(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the operator; change its output if it is the one."""
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if product_of(func, args, kwargs, out) is None or out.numel() == 0:
+        work = work_of(func, args, kwargs, out)
+        if work is None or isinstance(work, Composite) or work.unjudged is not None:
             return out
-        if self._seen == self._index and out.shape == self._error.shape:
-            out = out + self._t * self._error
+        if tensors_of(work).is_empty:
+            return out
+        if self._seen == self._index and out.numel() == self._error.numel():
+            out = out + self._t * self._error.reshape(out.shape)
             self._was_added = True
         self._seen += 1
         return out

@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
+import msgspec
 import torch
 
 from loka_toolkit.artifacts.sites import Operand
-from loka_toolkit.numerics.accumulation import accumulate
+from loka_toolkit.numerics.blocks import Block, block_of, contraction_block, spread
 from loka_toolkit.numerics.casting import CastEvents, cast, cast_events
+from loka_toolkit.numerics.emulation import multiply
 from loka_toolkit.numerics.formats import FloatFormat
 from loka_toolkit.numerics.metrics import (
     RELATIVE_CEILING,
@@ -28,7 +31,13 @@ from loka_toolkit.numerics.metrics import (
     product_error,
 )
 from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling
-from loka_toolkit.numerics.scaling import decode_scale, finite_amax
+from loka_toolkit.numerics.scaling import (
+    block_amax,
+    decode_scale,
+    finite_amax,
+    mx_scale,
+    saturation_limit,
+)
 from loka_toolkit.recording.products import Factors
 
 PROBE_PRODUCTS = 1 << 18
@@ -46,8 +55,8 @@ class Scales:
     """Decode scales of the two factors of a product, from the full tensors.
 
     Attributes:
-        a: float32 [] or [.., M, 1].
-        b: float32 [] or [.., 1, N].
+        a: float32 [], [.., M, 1] or, for blocks along the contraction, [.., M, blocks].
+        b: float32 [], [.., 1, N] or [.., blocks, N].
     """
 
     a: torch.Tensor
@@ -144,7 +153,7 @@ class ScaleBook:
         self._static = static
         self._headroom = headroom
         self.loss_scale = 1.0
-        self._amax: dict[tuple[str, int | None], torch.Tensor] = {}
+        self._amax: dict[tuple[str, int | Block | None], torch.Tensor] = {}
         self._events: dict[tuple[str, str, str], CastEvents] = {}
 
     def scale(
@@ -160,9 +169,12 @@ class ScaleBook:
             axis: Dimension of ``x``, -1 or -2, along which the product contracts.
 
         Returns:
-            float32, [] or of the shape of ``x`` with length 1 along ``axis``; None for a static
-            scale of which nothing is known yet.
+            float32, [] (1 if unscaled) or of the shape of ``x`` with one entry per block along
+            ``axis``, one block unless the grain has blocks; None for a static scale of which
+            nothing is known yet.
         """
+        if scaling is Scaling.UNSCALED:
+            return torch.ones((), dtype=torch.float32, device=x.device)
         if scaling is Scaling.STATIC:
             amax = self._static.get(operand)
             if amax is None:
@@ -170,6 +182,15 @@ class ScaleBook:
             amax *= abs(self.loss_scale) if operand == Operand.G else 1.0
             known = torch.tensor(amax, dtype=torch.float32, device=x.device)
             return decode_scale(known, fmt, headroom=self._headroom)
+        block = block_of(scaling, _side(axis), parameter=operand == Operand.W)
+        if block is not None:
+            if (operand, block) not in self._amax:
+                self._amax[operand, block] = block_amax(x, block)
+            amaxes = self._amax[operand, block]
+            grain = mx_scale if scaling is Scaling.MXFP8 else decode_scale
+            across = -2 if axis == -1 else -1
+            spans = grain(amaxes, fmt).repeat_interleave(block[across], dim=across)
+            return spans.narrow(across, 0, x.shape[across])
         dim = axis if scaling is Scaling.ROWWISE else None
         if (operand, dim) not in self._amax:
             self._amax[operand, dim] = finite_amax(x, dim=dim, keepdim=dim is not None)
@@ -185,10 +206,13 @@ class ScaleBook:
         scale: torch.Tensor,
     ) -> CastEvents:
         """Return what the cast of the full operand loses."""
-        grain = f"{scaling}{axis}" if scaling is Scaling.ROWWISE else str(scaling)
+        grain = str(scaling) if scale.ndim == 0 else f"{scaling}{axis}"
         key = (operand, fmt.name, grain)
         if key not in self._events:
-            self._events[key] = cast_events(x, fmt, scale)
+            block = contraction_block(scaling, _side(axis))
+            by_element = scale if block is None else spread(scale, block, x.shape)
+            limit = saturation_limit(fmt, scaling)
+            self._events[key] = cast_events(x, fmt, by_element, saturated_from=limit)
         return self._events[key]
 
 
@@ -197,13 +221,18 @@ def full_scales(factors: Factors, recipe: Recipe, book: ScaleBook) -> Scales | N
     format_a, format_b = recipe.formats
     left, right = (str(operand) for operand in factors.operands)
     axis_a, axis_b = contraction_axes(factors)
-    a = book.scale(left, factors.left, format_a, recipe.scaling, axis_a)
-    b = book.scale(right, factors.right, format_b, recipe.scaling, axis_b)
+    a = book.scale(left, factors.left, format_a, recipe.scaling_a, axis_a)
+    b = book.scale(right, factors.right, format_b, recipe.scaling_b, axis_b)
     if a is None or b is None:
         return None
     turn_a = factors.left_transposed and a.ndim > 0
     turn_b = factors.right_transposed and b.ndim > 0
     return Scales(a.mT if turn_a else a, b.mT if turn_b else b)
+
+
+def _side(axis: int) -> Literal["a", "b"]:
+    """Return which factor of a product contracts along that dimension."""
+    return "a" if axis == -1 else "b"
 
 
 def contraction_axes(factors: Factors) -> tuple[int, int]:
@@ -226,29 +255,29 @@ def recipe_errors(
     is_small = sample.exact.numel() * sample.a.shape[-1] <= exhaustive
     casts = _SampleCasts(sample)
     metric_rows = _evenly_spaced_rows(sample, METRIC_ELEMENTS, LEAST_METRIC_ROWS)
-    exact_sums: dict[tuple[str, str, Scaling], tuple[torch.Tensor, ProductError]] = {}
+    exact_sums: dict[Recipe, tuple[torch.Tensor, ProductError]] = {}
     found = []
     for recipe in recipes:
         scales = full_scales(factors, recipe, book)
         if scales is None:
             continue
         if is_small:
-            error = casts.error(recipe, scales, recipe.accumulation, None)
+            error = casts.error(recipe, scales, None)
             metrics = _metrics(sample.exact, error, metric_rows)
             found.append(RecipeError(recipe, _as_rows(error).float(), None, None, metrics, scales))
             continue
-        key = (recipe.format_a, recipe.format_b, recipe.scaling)
-        if key not in exact_sums:
-            error = casts.error(recipe, scales, Accumulation.FP32, None)
-            exact_sums[key] = (error, _metrics(sample.exact, error, metric_rows))
-        error, metrics = exact_sums[key]
+        exactly = msgspec.structs.replace(recipe, accumulation=Accumulation.FP32)
+        if exactly not in exact_sums:
+            error = casts.error(exactly, scales, None)
+            exact_sums[exactly] = (error, _metrics(sample.exact, error, metric_rows))
+        error, metrics = exact_sums[exactly]
         rows = _as_rows(error)
         if recipe.accumulation is Accumulation.FP32:
             found.append(RecipeError(recipe, rows.float(), None, None, metrics, scales))
             continue
         work = max(1, sample.a.shape[-1] * sample.exact.shape[-1])
         probe = _evenly_spaced_rows(sample, PROBE_PRODUCTS // work, LEAST_PROBE_ROWS, per_row=1)
-        total = _as_rows(casts.error(recipe, scales, recipe.accumulation, probe))
+        total = _as_rows(casts.error(recipe, scales, probe))
         without = rows[probe.flat]
         exact = _as_rows(sample.exact)[probe.flat]
         corrected = _corrected(metrics, exact, without, total)
@@ -298,17 +327,15 @@ class _SampleCasts:
         self._sample = sample
         self._casts: dict[tuple[str, str, Scaling], tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def error(
-        self, recipe: Recipe, scales: Scales, accumulation: Accumulation, part: _Rows | None
-    ) -> torch.Tensor:
+    def error(self, recipe: Recipe, scales: Scales, part: _Rows | None) -> torch.Tensor:
         """Return emulated minus exact, float64, on the sample or on a part of its rows.
 
         The same as :func:`loka_toolkit.numerics.emulation.emulate`, whose casts are shared here.
         """
         narrow = self._sample.scales(scales)
         format_a, format_b = recipe.formats
-        a, scale_a = self._cast("a", self._sample.a, format_a, recipe.scaling, narrow.a)
-        b, scale_b = self._cast("b", self._sample.b, format_b, recipe.scaling, narrow.b)
+        a, scale_a = self._cast("a", self._sample.a, format_a, recipe.scaling_a, narrow.a)
+        b, scale_b = self._cast("b", self._sample.b, format_b, recipe.scaling_b, narrow.b)
         exact = self._sample.exact
         if part is not None:
             a = _select(_select(a, part.batch, 0), part.rows, -2)
@@ -317,21 +344,39 @@ class _SampleCasts:
             b = _select(b, part.batch, 0)
             scale_b = _select(scale_b, part.batch, 0) if scale_b.ndim else scale_b
             exact = _select(_select(exact, part.batch, 0), part.rows, -2)
-        # Products of FP8 values are exact in float32; summing them is off by K * 2**-24 at most.
-        is_exact = accumulation is Accumulation.FP32
-        product = a @ b if is_exact else accumulate(a, b, accumulation)
-        product = product.to(torch.float64) * scale_a * scale_b
+        # Products of FP8 and 16-bit values are exact in float32 (nearly, where their blocks have
+        # scales); summing them is off by K * 2**-24 at most.
+        if recipe.accumulation is not Accumulation.FP32:
+            product = multiply(a, b, scale_a, scale_b, recipe).to(torch.float64)
+        elif recipe.block_length is None:
+            product = (a @ b).to(torch.float64) * scale_a * scale_b
+        else:
+            left = _descaled(a, scale_a, contraction_block(recipe.scaling_a, "a"))
+            right = _descaled(b, scale_b, contraction_block(recipe.scaling_b, "b"))
+            product = (left @ right).to(torch.float64)
         # A kernel's output leaves the range of float32 where the product does.
         return product.to(torch.float32).to(torch.float64) - exact
 
     def _cast(
-        self, side: str, x: torch.Tensor, fmt: FloatFormat, scaling: Scaling, scale: torch.Tensor
+        self,
+        side: Literal["a", "b"],
+        x: torch.Tensor,
+        fmt: FloatFormat,
+        scaling: Scaling,
+        scale: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         key = (side, fmt.name, scaling)
         if key not in self._casts:
-            stored = cast(x, fmt, scale).to(torch.float32)
+            block = contraction_block(scaling, side)
+            by_element = scale if block is None else spread(scale, block, x.shape)
+            stored = cast(x, fmt, by_element).to(torch.float32)
             self._casts[key] = (stored, scale.to(torch.float64))
         return self._casts[key]
+
+
+def _descaled(stored: torch.Tensor, scale: torch.Tensor, block: Block | None) -> torch.Tensor:
+    by_element = scale if block is None else spread(scale, block, stored.shape)
+    return stored * by_element.to(torch.float32)
 
 
 def _metrics(exact: torch.Tensor, error: torch.Tensor, rows: _Rows) -> ProductError:

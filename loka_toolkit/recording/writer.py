@@ -27,7 +27,7 @@ from loka_toolkit.artifacts.trace import (
 )
 from loka_toolkit.environment import current_environment, timestamp
 from loka_toolkit.errors import ArtifactExistsError, ConfigurationError
-from loka_toolkit.recording.moments import RunningMoments
+from loka_toolkit.recording.memory import RunMemory
 from loka_toolkit.recording.settings import RecorderSettings
 
 FLUSH_STEPS = 8
@@ -95,7 +95,7 @@ class TraceWriter:
         self,
         status: RunStatus,
         events: tuple[Event, ...],
-        moments: Mapping[tuple[str, str], RunningMoments],
+        memory: RunMemory,
     ) -> None:
         """Write what is buffered, then the manifest.
 
@@ -117,7 +117,7 @@ class TraceWriter:
         self._buffered_steps = 0
         self._last_flush = time.monotonic()
         if status.closed or status.steps_recorded >= self._moments_due:
-            self._write_moments(moments)
+            self._write_moments(memory)
             # Moments are rewritten whole, so at doubling intervals: their cost stays in proportion.
             self._moments_due = max(1, 2 * status.steps_recorded)
         self.write_manifest(status, events)
@@ -165,11 +165,8 @@ class TraceWriter:
         )
         storage.write_json(self._settings.path / manifest_name(self._settings.rank), manifest)
 
-    def _write_moments(self, moments: Mapping[tuple[str, str], RunningMoments]) -> None:
-        rows = [
-            running.as_row(self._settings.rank, site, operand)
-            for (site, operand), running in moments.items()
-        ]
+    def _write_moments(self, memory: RunMemory) -> None:
+        rows = list(memory.rows(self._settings.rank))
         if rows:
             self._write(MOMENTS, rows, 0)
 

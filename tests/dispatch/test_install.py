@@ -349,7 +349,7 @@ def test_what_cannot_be_replaced_is_a_miss_with_its_reason(made):
     ("changes", "reason", "detail"),
     [
         (
-            {"role": "grad_a", "token_axis": None, "m": 64},
+            {"role": "grad_a", "token_axis": "batch", "m": 64},
             MissReason.NOT_REPLACEABLE,
             "no product of nn.Linear",
         ),

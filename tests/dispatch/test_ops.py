@@ -13,9 +13,7 @@ from loka_toolkit.kernels.catalog import find_candidate
 def test_ops_pass_opcheck():
     candidate = find_candidate("torch.scaled_mm/e4m3/tensorwise/fp32")
     static = find_candidate("torch.scaled_mm/e4m3/static/fp32")
-    bank = Bank(
-        [Slot(candidate, None, None, False), Slot(static, 0.1, 0.1, False)], torch.device("cpu")
-    )
+    bank = Bank([Slot(candidate, None, None), Slot(static, 0.1, 0.1)], torch.device("cpu"))
     scale = torch.tensor(0.01)
     a, b = torch.randn(13, 39), torch.randn(39, 26)
     torch.library.opcheck(gemm, (a, b, None, None, torch.float32, bank.id, 0))
@@ -32,7 +30,7 @@ def test_ops_pass_opcheck():
 
 def test_the_output_dtype_is_an_argument_even_under_autocast():
     candidate = find_candidate("torch.scaled_mm/e4m3/tensorwise/fp32")
-    bank = Bank([Slot(candidate, None, None, False)], torch.device("cpu"))
+    bank = Bank([Slot(candidate, None, None)], torch.device("cpu"))
     a, b = torch.randn(13, 39), torch.randn(39, 26)
     with torch.autocast("cpu", torch.bfloat16):
         assert gemm(a, b, None, None, torch.float32, bank.id, 0).dtype is torch.float32
@@ -42,7 +40,7 @@ def test_the_output_dtype_is_an_argument_even_under_autocast():
 
 def test_a_graph_of_a_gone_installation_says_so():
     candidate = find_candidate("torch.scaled_mm/e4m3/tensorwise/fp32")
-    gone = Bank([Slot(candidate, None, None, False)], torch.device("cpu")).id
+    gone = Bank([Slot(candidate, None, None)], torch.device("cpu")).id
     a = torch.randn(4, 4)
     with pytest.raises(RuntimeError, match="compile the model again"):
         gemm(a, a, None, None, torch.float32, gone, 0)

@@ -401,7 +401,7 @@ def test_functional_use_of_the_weight_is_untouched(made):
     with install(model, made.full_table(model)) as installation:
         assert torch.equal(F.linear(x, layer.weight, layer.bias), expected)
         assert not any(installation.counts().hits.values())
-    uninstall_twice = pytest.raises(Exception, match="no routed layer")
+    uninstall_twice = pytest.raises(Exception, match="no routed module")
     with uninstall_twice:
         uninstall(model)
 

@@ -17,14 +17,15 @@ from scipy import stats
 from loka_toolkit.artifacts.sites import Operand
 from loka_toolkit.artifacts.trace import AMAX_QUANTILES, Trace
 from loka_toolkit.errors import ReplayError
-from loka_toolkit.harness.inputs import (
-    InputDrawer,
-    _RowSampler,
+from loka_toolkit.harness.features import FeatureMoments, pooled
+from loka_toolkit.harness.inputs import InputDrawer
+from loka_toolkit.harness.moments import MomentsOfTrace
+from loka_toolkit.harness.normal import (
+    NormalSampler,
     covariance_factor,
     last_interval_power,
     norm_at,
 )
-from loka_toolkit.harness.moments import FeatureMoments, MomentsOfTrace, pooled
 from loka_toolkit.harness.workloads import workloads_of
 
 CPU = torch.device("cpu")
@@ -45,7 +46,7 @@ def moments(
 
 def sample(found: FeatureMoments, count: int, seed: int = 1, **options: Any) -> np.ndarray:
     options.setdefault("with_norms", False)
-    sampler = _RowSampler.from_features(found, CPU, **options)
+    sampler = NormalSampler.from_features(found, CPU, **options)
     generator = torch.Generator().manual_seed(seed)
     return sampler.sample(count, generator).numpy().astype(np.float64)
 

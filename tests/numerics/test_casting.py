@@ -17,7 +17,9 @@ from loka_toolkit.numerics.casting import cast, cast_events, fake_cast, rounded
 from loka_toolkit.numerics.formats import (
     BF16,
     E4M3,
+    E4M3FNUZ,
     E5M2,
+    E5M2FNUZ,
     FP8_FORMATS,
     FP16,
     FloatFormat,
@@ -35,14 +37,15 @@ PEERS = {
     "bf16": ml_dtypes.bfloat16,
     "fp16": np.float16,
 }
-E4M3FNUZ = FloatFormat("e4m3fnuz", 4, 3, 8, Specials.NEGATIVE_ZERO_NAN, torch.float8_e4m3fnuz)
-E5M2FNUZ = FloatFormat("e5m2fnuz", 5, 2, 16, Specials.NEGATIVE_ZERO_NAN, torch.float8_e5m2fnuz)
 E3M4 = FloatFormat("e3m4", 3, 4, 3, Specials.IEEE, torch.float32)  # torch cannot store it
 BEYOND_FP8 = [BF16, FP16, E4M3FNUZ, E5M2FNUZ, E3M4]
 
 
 def saturating_peer(values: npt.NDArray[np.floating], fmt: FloatFormat) -> npt.NDArray[np.float64]:
     """ml_dtypes' conversion of the values clipped beforehand; Inf as the rules say."""
+    if not fmt.is_fp8:  # IEEE 754: overflow is Inf
+        with np.errstate(over="ignore"):
+            return values.astype(PEERS[fmt.name]).astype(np.float64)
     clipped = np.clip(values, -fmt.max, fmt.max)
     clipped = np.where(np.isinf(values), values if fmt.has_infinity else np.nan, clipped)
     with np.errstate(invalid="ignore"):

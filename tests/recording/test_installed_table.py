@@ -1,4 +1,4 @@
-"""Products that an installed dispatch table runs are counted once, as unseen, and said so."""
+"""Products that an installed dispatch table runs are sites that are not judged, and said so."""
 
 from __future__ import annotations
 
@@ -115,16 +115,26 @@ ALL = flops("0", 2) + flops("2", 3)  # the first layer has no dgrad
 
 
 @pytest.mark.parametrize("tokens_min", [1, TOKENS + 1], ids=["hits", "misses"])
-def test_every_product_of_an_installed_table_is_unseen_once(tmp_path, model, tokens_min):
+def test_every_product_of_an_installed_table_is_a_site_not_judged(tmp_path, model, tokens_min):
     installation = install(model, table(("0", "2"), tokens_min))
     with pytest.warns(UserWarning, match=r"installation.paused\(\)") as shown:
         trace = train(model, tmp_path / "run")
     assert len(shown) == 1
     installation.uninstall()
     for row in trace.steps.to_pylist():
-        assert json.loads(row["unseen_reason"]) == {REASON: ALL}
-        assert row["gemm_flops_unseen"] == ALL and row["gemm_flops_seen"] == 0
+        assert json.loads(row["not_judged_reason"]) == {REASON: ALL}
+        assert row["gemm_flops_not_judged"] == ALL
+        assert row["gemm_flops_seen"] == row["gemm_flops_unseen"] == 0
         assert row["status"] == "recorded"
+    sites = {site["site"]: site for site in trace.sites.to_pylist()}
+    assert set(sites) == {"0#0:fwd", "0#0:wgrad", "2#0:fwd", "2#0:dgrad", "2#0:wgrad"}
+    assert all(site["op"].startswith("loka.") for site in sites.values())
+    assert {site["weight"] for site in sites.values()} == {"0.weight", "2.weight"}
+    dims = {name: (site["m"], site["n"], site["k"]) for name, site in sites.items()}
+    assert dims["2#0:fwd"] == (TOKENS, 7, 16)
+    assert dims["2#0:dgrad"] == (TOKENS, 16, 7)
+    assert dims["2#0:wgrad"] == (7, 16, TOKENS)
+    assert trace.errors.num_rows == 0
     events = {e.kind: e for e in trace.manifest.events}
     assert set(events) == {"installed-table"}
     assert (events["installed-table"].step, events["installed-table"].count) == (0, 2)
@@ -138,16 +148,18 @@ def test_other_layers_are_recorded_beside_it(tmp_path, model, routed, plain):
     installation.uninstall()
     row = trace.steps.to_pylist()[0]
     products = {"0": 2, "2": 3}
-    assert json.loads(row["unseen_reason"]) == {REASON: flops(routed, products[routed])}
+    assert json.loads(row["not_judged_reason"]) == {REASON: flops(routed, products[routed])}
     assert row["gemm_flops_seen"] == flops(plain, products[plain])
-    assert {s["fqn"] for s in trace.sites.to_pylist()} == {plain}
+    assert row["gemm_flops_unseen"] == 0
+    assert {s.partition("#")[0] for s in trace.errors["site"].to_pylist()} == {plain}
 
 
-def test_nothing_is_unseen_inside_of_paused(tmp_path, model):
+def test_everything_is_judged_inside_of_paused(tmp_path, model):
     installation = install(model, table(("0", "2")))
     trace = train(model, tmp_path / "run", installation.paused)
     installation.uninstall()
     assert trace.steps["gemm_flops_unseen"].to_pylist() == [0.0, 0.0]
+    assert trace.steps["gemm_flops_not_judged"].to_pylist() == [0.0, 0.0]
     assert trace.steps["gemm_flops_seen"].to_pylist() == [ALL, ALL]
     assert trace.manifest.events == ()
 
@@ -161,8 +173,16 @@ def test_a_role_left_in_default_precision_is_not_lost(tmp_path, model):
         trace = train(model, tmp_path / "run", steps=1)
     installation.uninstall()
     row = trace.steps.to_pylist()[0]
-    assert json.loads(row["unseen_reason"]) == {REASON: flops("0", 1) + flops("2", 2)}
-    assert row["gemm_flops_seen"] + row["gemm_flops_unseen"] == ALL
+    assert json.loads(row["not_judged_reason"]) == {REASON: flops("0", 1) + flops("2", 2)}
+    assert row["gemm_flops_seen"] == flops("0", 1) + flops("2", 1)
+    assert row["gemm_flops_unseen"] == 0
+    judged = set(trace.errors["site"].to_pylist())
+    assert judged == {"0#0:fwd", "2#0:fwd"}
+    assert {s["site"] for s in trace.sites.to_pylist()} - judged == {
+        "0#0:wgrad",
+        "2#0:dgrad",
+        "2#0:wgrad",
+    }
 
 
 def test_operators_called_by_hand_with_named_arguments(tmp_path, model):
@@ -178,4 +198,4 @@ def test_operators_called_by_hand_with_named_arguments(tmp_path, model):
         torch.ops.loka.missed_mm(a=x[0], b=w.t(), **miss)
         recorder.step()
     row = Trace.open(tmp_path / "run").steps.to_pylist()[0]
-    assert json.loads(row["unseen_reason"]) == {REASON: 2.0 * (10 + 5) * 39 * 16}
+    assert json.loads(row["not_judged_reason"]) == {REASON: 2.0 * (10 + 5) * 39 * 16}

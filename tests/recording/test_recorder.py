@@ -327,7 +327,7 @@ def test_a_killed_run_leaves_every_flushed_step(tmp_path):
     steps = trace.steps["step"].to_pylist()
     assert steps == list(range(len(steps))) and len(steps) >= recorded
     assert set(trace.errors["step"].to_pylist()) >= set(range(recorded))
-    assert trace.moments.num_rows == 6 and trace.sites.num_rows == 5
+    assert trace.moments.num_rows == 8 and trace.sites.num_rows == 5
     trace.require_evidence()
 
 
