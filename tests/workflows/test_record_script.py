@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
@@ -462,6 +463,33 @@ def test_a_compiled_model_and_one_whose_training_step_is_compiled(run):
     assert ran.steps("other") in (2, 3)
     if ran.steps("other") == 2:
         assert "first step was not seen" in found["other"].notes[0]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform cannot fork")
+def test_a_fork_that_trains_on_and_a_change_of_directory_leave_the_trace_alone(run, tmp_path):
+    ran = run(
+        ONE_MODEL
+        + f"""
+import os, warnings
+os.mkdir({str(tmp_path / "elsewhere")!r})
+home = os.getcwd()
+os.chdir({str(tmp_path / "elsewhere")!r})
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # of forking beside threads
+    child = os.fork()
+for step in range(2 if child else 5):
+    optimizer.zero_grad()
+    loss_of(model(batch())).backward()
+    optimizer.step()
+if child == 0:
+    os._exit(0)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+os.chdir(home)
+"""
+    )
+    assert ran.summary.exit_code == 0
+    assert ran.steps() == 6
+    assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_workers_of_a_loader_leave_the_trace_alone(run):
