@@ -367,21 +367,23 @@ def test_a_model_that_is_called_by_its_forward_method_only(run):
     assert ran.steps() == 2
 
 
-def test_a_gradient_scaler_skips_no_step_into_the_count(run):
+@pytest.mark.parametrize("fused", [False, True])  # fused ones are called even to skip
+def test_a_gradient_scaler_skips_no_step_into_the_count(run, fused):
     ran = run(
+        f"fused = {fused}\n"
         """
-        model = mlp()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-        for step in range(4):
-            optimizer.zero_grad()
-            loss = model(batch(24 + step)).exp().log().square().mean()  # of no known kind
-            if step == 1:
-                loss = loss * float("inf")
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-        """
+model = mlp()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1, fused=fused)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for step in range(4):
+    optimizer.zero_grad()
+    loss = model(batch(24 + step)).exp().log().square().mean()  # of no known kind
+    if step == 1:
+        loss = loss * float("inf")
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+"""
     )
     assert ran.steps() == 3
     assert ran.trace().steps["loss_scale"].to_pylist() == [1024.0, 512.0, 512.0]
