@@ -27,7 +27,7 @@ from loka_toolkit.dispatch.decompose import (
     program_of,
     take_apart,
 )
-from loka_toolkit.dispatch.frames import STATE
+from loka_toolkit.dispatch.frames import STATE, is_checkpointed_part
 from loka_toolkit.dispatch.products import ProductRoute, route_product
 
 PRODUCT_FUNCTIONS: frozenset[Any] = frozenset(
@@ -50,11 +50,20 @@ PRODUCT_FUNCTIONS: frozenset[Any] = frozenset(
         torch.Tensor.addmm,
         torch.Tensor.baddbmm,
         torch.Tensor.inner,
+        torch.mv,
+        torch.addmv,
+        torch.dot,
+        torch.Tensor.mv,
+        torch.Tensor.addmv,
+        torch.Tensor.dot,
+        torch.Tensor.addmm_,
+        torch.Tensor.baddbmm_,
+        torch.Tensor.addmv_,
         F.linear,
     }
 )
-"""What is caught. Left alone, and counted by nobody: matrix times vector (mv, dot), bilinear forms,
-convolutions, attention and RNN composites, products into ``out=``, and in-place ones."""
+"""What is caught, in-place products only to be counted. Not seen, as they are never replaced:
+bilinear forms, convolutions, and attention and RNN composites."""
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COPY_NODES = frozenset(
@@ -150,6 +159,8 @@ def _caught(
         found, side = _route_of(route, module, product, call.tensors)
         if found is not None:
             routed[product.step] = _computing(found, side)
+    if program.has_others:
+        _count_unmatched(route, args, Outcome.LAYOUT)
     if not routed:
         return func(*args, **kwargs)
     if cast_to is None:
@@ -165,6 +176,8 @@ def _understood(
 ) -> tuple[Call | None, Program | None, torch.dtype | None]:
     """Return a call's tensors, what it does, and the dtype to which autocast casts them."""
     if kwargs.get("out") is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None, None, None
+    if is_checkpointed_part():
         return None, None, None
     call = take_apart(func, args, kwargs)
     if call is None or not call.tensors or not all(map(_is_ordinary, call.tensors)):
@@ -249,4 +262,4 @@ def _copied_from(tensor: Tensor) -> Tensor | None:
 def _count_unmatched(route: ModuleRoute, values: Any, outcome: Outcome) -> None:
     tensor = next((v for v in values if isinstance(v, Tensor)), None)
     if tensor is not None:
-        route.bank.on(tensor.device).counts[route.unmatched, outcome] += 1
+        route.bank.count(tensor.device, route.unmatched, int(outcome))

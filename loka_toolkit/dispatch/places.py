@@ -11,6 +11,7 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
+import torch
 from torch import nn
 
 from loka_toolkit.artifacts.sites import ROOT_FQN, canonical_fqn
@@ -130,8 +131,10 @@ def has_products(module: nn.Module) -> bool:
 
 def never_runs(module: nn.Module) -> bool:
     """Return whether a module has no forward, as the lists and dictionaries of ``torch.nn``."""
-    unimplemented = nn.Module.forward
-    return type(module).forward is unimplemented and "forward" not in module.__dict__
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__:
+        return False
+    plain = plain_class(type(module)) if isinstance(module, RoutedModule) else type(module)
+    return plain.forward is nn.Module.forward
 
 
 def _joined(prefix: str, name: str) -> str:

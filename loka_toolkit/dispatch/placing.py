@@ -171,7 +171,7 @@ def _followed(modules: Iterable[CaughtModule]) -> Iterable[nn.Module]:
         for inner in caught.module.modules():
             if id(inner) not in seen and has_products(inner) and not never_runs(inner):
                 seen.add(id(inner))
-                if type(inner).__name__ != "OptimizedModule" and why_not_wrappable(inner) is None:
+                if why_not_wrappable(inner) is None:
                     yield inner
 
 

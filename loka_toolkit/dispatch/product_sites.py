@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable, Entry, MissReason
@@ -127,10 +128,14 @@ def group_sites(
                 signature=signature,
                 runners=_runners(fqn, signature, places),
                 roles=roles,
-                calls={r: tuple(o.entry.call for o in by_role[r]) for r in roles},
+                calls={r: _in_order(o.entry.call for o in by_role[r]) for r in roles},
             )
         )
     return (*groups, *_known_misses(table, places)), tuple(statuses)
+
+
+def _in_order(calls: Iterable[int | str]) -> tuple[int | str, ...]:
+    return tuple(sorted(calls, key=lambda call: (isinstance(call, str), call)))
 
 
 def layer_groups(
@@ -170,6 +175,5 @@ def _runners(fqn: str, signature: Signature, places: Places) -> tuple[nn.Module,
 
 def _is_followed(module: nn.Module) -> bool:
     """Return whether the runtime knows when a module runs, or need not know."""
-    if type(module).__name__ in ("OptimizedModule", "ScriptModule", "RecursiveScriptModule"):
-        return True  # what runs compiled is not caught
-    return never_runs(module) or why_not_wrappable(module) is None
+    is_scripted = isinstance(module, torch.jit.ScriptModule)  # its products are not caught
+    return is_scripted or never_runs(module) or why_not_wrappable(module) is None

@@ -236,11 +236,11 @@ class InputDrawer:
         layer = workload.site.layer
         own = factor.rows * factor.width
         if factor.operand in (Operand.A, Operand.B):
-            features = sum(_sizes(workload))
+            features = sum(rows * width for rows, width in _shapes(workload))
             joint = self._moments.slots(layer, _JOINT, features, 1)
             if joint and all(moments.is_finite for moments in joint):
                 first = 0 if factor.operand is Operand.A else features - own
-                samplers = tuple(self._sampler(moments, factor) for moments in joint)
+                samplers = tuple(self._joint_sampler(workload, at, m) for at, m in enumerate(joint))
                 return _Source(samplers, is_whole=True, first=first)
         name = factor.operand.value
         if not workload.batched or factor.rows < 2:
@@ -250,24 +250,38 @@ class InputDrawer:
             return _Source(tuple(self._sampler(m, factor) for m in whole), is_whole=True)
         return None
 
+    def _joint_sampler(self, workload: Workload, kind: int, moments: FeatureMoments) -> Sampler:
+        parts = []
+        first = 0
+        for name, (rows, width) in zip("ab", _shapes(workload), strict=True):
+            own = self._moments.slots(workload.site.layer, name, width, rows)
+            last = first + rows * width
+            if kind < len(own) and own[kind].norm_quantiles.size:
+                parts.append((slice(first, last), own[kind].norm_quantiles))
+            first = last
+        return CopulaSampler(moments, self._device).with_norms(parts)
+
     def _sampler(self, moments: FeatureMoments, factor: Factor) -> Sampler:
         if factor.operand is Operand.G:
             if moments.norm_quantiles.size:
                 return DirectionSampler(moments, self._device)
             return NormalSampler.from_features(moments, self._device, with_norms=True)
         if moments.marginal_counts is not None:
-            return CopulaSampler(moments, self._device)
+            whole = slice(0, moments.width)
+            return CopulaSampler(moments, self._device).with_norms(
+                [(whole, moments.norm_quantiles)]
+            )
         return NormalSampler.from_features(moments, self._device, with_norms=False)
 
 
-def _sizes(workload: Workload) -> tuple[int, int]:
-    """Return the elements of a and b of one product of activations, whatever the role."""
+def _shapes(workload: Workload) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of a and b of one product of activations, whatever the role."""
     p = workload.problem
     if p.role is Role.GRAD_A:  # out [M, K] of g [M, N] b^T [N, K], named m, n, k of the product
-        return p.m * p.n, p.n * p.k
+        return (p.m, p.n), (p.n, p.k)
     if p.role is Role.GRAD_B:  # out [K, N] of a^T [K, M] g [M, N]
-        return p.k * p.m, p.m * p.n
-    return p.m * p.k, p.k * p.n
+        return (p.k, p.m), (p.m, p.n)
+    return (p.m, p.k), (p.k, p.n)
 
 
 def _laid_out(factor: torch.Tensor, layout: str) -> torch.Tensor:

@@ -52,6 +52,8 @@ class CapturedLoss:
         from_logits: Whether the node's input is the logit and not the probability.
         saturated: Which terms of a log loss lose their gradient in the training dtype, bool.
         bypassing: Sequence numbers of products that reach the total other than through the losses.
+        roots: What is differentiated, until :meth:`release`.
+        root_gradients: Gradients that backward is given for them, or None, likewise.
     """
 
     total: float | None = None
@@ -75,6 +77,8 @@ class CapturedLoss:
     weights: torch.Tensor | None = None
     from_logits: bool = False
     saturated: torch.Tensor | None = None
+    roots: tuple[torch.Tensor, ...] = ()
+    root_gradients: tuple[torch.Tensor | None, ...] | None = None
 
     @property
     def saturated_count(self) -> int:
@@ -83,7 +87,8 @@ class CapturedLoss:
 
     def release(self) -> None:
         """Let go of the graph."""
-        self.loss_node = self.prediction = None
+        self.loss_node = self.prediction = self.root_gradients = None
+        self.roots = ()
 
     def group(self, inputs: int | None) -> None:
         """Take examples to be the rows of the model's input where the target has several for each.
@@ -131,15 +136,20 @@ class CapturedLoss:
 def capture(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     keep: Callable[[Any], None],
+    gradients: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
 ) -> CapturedLoss:
     """Read the graph behind what is about to be differentiated.
 
     Args:
         tensors: The first argument of ``torch.autograd.backward``.
         keep: Called with the handle of every hook placed, to be removed after the step.
+        gradients: Its second argument.
     """
-    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    captured = CapturedLoss()
+    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    captured = CapturedLoss(roots=roots)
+    if gradients is not None:
+        given = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+        captured.root_gradients = tuple(given)
     if len(roots) == 1 and roots[0].numel() == 1:
         captured.total = float(roots[0].detach())
     nodes, bypassing = _walk([root.grad_fn for root in roots if root.grad_fn is not None])
@@ -247,12 +257,12 @@ class BackwardWatch:
             handle.remove()
         self._handles.clear()
 
-    def _look(self, tensors: Any) -> None:
+    def _look(self, tensors: Any, gradients: Any) -> None:
         try:
             with torch.no_grad(), _disable_current_modes():
                 if self._model is not None and not SWITCHBOARD.concerns(self._model, tensors):
                     return
-                captured = capture(tensors, self._handles.append)
+                captured = capture(tensors, self._handles.append, gradients)
                 self._found(captured)
                 captured.release()
         except Exception as error:

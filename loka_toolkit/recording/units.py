@@ -44,6 +44,12 @@ class StepFacts:
             return int(self.examples.max()) + 1 if self.examples.numel() else 0
         return self.examples
 
+    def as_understood(self, examples: int | None) -> StepFacts:
+        """Return what the next step may go by: examples of one micro-batch, not of all of them."""
+        if isinstance(self.examples, int):
+            return dataclasses.replace(self, examples=examples)
+        return self
+
 
 _T = TypeVar("_T")
 

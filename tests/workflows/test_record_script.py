@@ -195,7 +195,9 @@ def test_evaluation_between_steps_and_a_dry_forward_are_no_steps(run):
         """
     )
     # The step before anything was called with an optimizer counts too, and is the one not seen.
-    assert ran.summary.models[0].notes and "first step was not seen" in ran.summary.models[0].notes[0]
+    assert (
+        ran.summary.models[0].notes and "first step was not seen" in ran.summary.models[0].notes[0]
+    )
     assert ran.steps() == 3
     steps = ran.trace().errors.to_pandas().groupby("step").site.unique()
     assert all({"0#0:wgrad", "2#0:dgrad"} <= set(sites) for sites in steps)
