@@ -162,6 +162,8 @@ class StepRecord:
         operands: Operand statistics.
         cross_moments: What g and x have in common, of layers with a wgrad product.
         loss: Captured loss, or None.
+        upstream: What gradient sites do to the parameters upstream, where it was followed.
+        upstream_reason: Why nothing was followed; None if something was.
         logits_reason: Why the logits of saturated examples could not be read; None if they were.
         norm_after: FQN of the norm that a forward site feeds.
         flops_seen: FLOPs of products recorded and judged.
@@ -182,6 +184,8 @@ class StepRecord:
     operands: list[OperandSample] = dataclasses.field(default_factory=list)
     cross_moments: list[tuple[Layer, CrossMoments]] = dataclasses.field(default_factory=list)
     loss: CapturedLoss | None = None
+    upstream: dict[SiteKey, GradientColumns] = dataclasses.field(default_factory=dict)
+    upstream_reason: str | None = None
     logits_reason: str | None = None
     norm_after: dict[SiteKey, str] = dataclasses.field(default_factory=dict)
     flops_seen: float = 0.0

@@ -250,7 +250,7 @@ class Recorder:
             record.loss,
             lambda message: self._events.add("contradiction", message, record.step, warn=True),
         )
-        self._last_said = said
+        self._last_said = said.as_understood(units.examples)
         if units.saturated_count:
             self._events.add("saturated-examples", record.saturation_note, record.step)
         status, reason = self._judge(record, units)
@@ -372,6 +372,7 @@ def record(
     moments_width: int = 1024,
     seed: int = 0,
     force: bool = False,
+    upstream_cells: int = 12,
 ) -> Recorder:
     """Return a recorder for a training run.
 
@@ -397,6 +398,8 @@ def record(
         moments_width: Widest operand of which the full covariance is kept.
         seed: Seed of the sampling.
         force: Overwrite a trace that is at ``path`` already.
+        upstream_cells: Gradient sites x recipes whose error is followed to the parameters upstream
+            at each recorded step, in turn; each costs about one more backward pass. 0 for none.
 
     Raises:
         UnknownNameError: If a recipe does not exist; near misses are listed.
@@ -417,5 +420,6 @@ def record(
         moments_width=moments_width,
         seed=seed,
         force=force,
+        upstream_cells=upstream_cells,
     )
     return Recorder(model, settings)

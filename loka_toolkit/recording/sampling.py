@@ -170,6 +170,11 @@ class Sampler:
         return rows, _draw(self.generator(step, name + "/columns"), n, columns)
 
 
+def draw(count: int, limit: int, seed: int) -> torch.Tensor | None:
+    """Return ``limit`` of ``count`` indices, sorted; None for all of them."""
+    return _draw(np.random.default_rng(seed), count, limit)
+
+
 def _draw(generator: np.random.Generator, count: int, limit: int) -> torch.Tensor | None:
     if count <= limit:
         return None
