@@ -122,9 +122,8 @@ def test_healthy_complete_measured_map_raises_no_alert(make_map):
 
 
 def test_coverage_tells_seen_not_judged_repeated_and_unseen_apart(make_map):
-    coverage = Coverage(
-        5e9, 1e9, {"custom op": 1e9}, 40, 0, 3e9, {"fused attention": 3e9}, 1e9, {"micro-batch": 1e9}
-    )
+    unseen, not_judged = {"custom op": 1e9}, {"fused attention": 3e9}
+    coverage = Coverage(5e9, 1e9, unseen, 40, 0, 3e9, not_judged, 1e9, {"micro-batch": 1e9})
     view = build_view(Inputs(make_map(coverage=coverage)))
     for part in ("50", "30", "belong to sites that are not judged", "10", "running again"):
         assert part in view.coverage

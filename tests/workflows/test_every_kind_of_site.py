@@ -20,7 +20,6 @@ from loka_toolkit.reporting import report
 from loka_toolkit.workflows.lines import trace_lines
 from loka_toolkit.workflows.summaries import summarize_trace
 
-
 RECIPE = "e4m3/rowwise/fp32"
 
 
