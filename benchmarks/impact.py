@@ -14,7 +14,8 @@ have a prediction, ``resolved_gains`` those whose loss went down by as much. ``s
 measured; ``relative_error_spearman`` is what the error of the product alone would have ranked.
 ``with_beyond_validity`` holds the same with the flagged cells, ``raw`` with first and second order
 averaged over steps and not shrunk. ``gradient_bias`` and ``gradient_noise`` do so for the gradient
-cells, by role. ``models`` and ``rows`` have it by model and by cell.
+cells, by role (``upstream`` is dgrad, grad_a and grad_b); ``gradient_bias_spearman`` and so on are
+those of all roles. ``models`` and ``rows`` have it by model and by cell.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def losses(rows: list[Row], key: str = "predicted", *, flagged: bool = False) ->
 def gradients(rows: list[Row], roles: tuple[str, ...]) -> tuple[Row, Row]:
     """Return how bias and noise of gradient cells of some roles agree.
 
-    A bias counts where it is resolved in both; its sign has to agree, and its magnitude is
-    compared.
+    A bias counts where its measurement is resolved. Ranks are compared with their sign; magnitudes
+    where the signs agree, and where they do not is counted.
     """
     chosen = [r for r in rows if r["site"].rpartition(":")[2] in roles and r["steps"] > 1]
     resolved = [
@@ -136,6 +137,9 @@ def gradients(rows: list[Row], roles: tuple[str, ...]) -> tuple[Row, Row]:
     bias = compared(
         [abs(r["bias_predicted"]) for r in same], [abs(r["bias_measured"]) for r in same]
     )
+    if len(resolved) >= 3:
+        signed = [[r[k] for r in resolved] for k in ("bias_predicted", "bias_measured")]
+        bias["signed_spearman"] = float(spearmanr(*signed).statistic)
     bias["unresolved"] = len(chosen) - len(resolved)
     bias["other_sign"] = len(resolved) - len(same)
     deviations = [
@@ -163,6 +167,10 @@ def summary(rows: list[Row], names: list[str]) -> Row:
     found["gradient_cells"] = by_role["all"][1]["cells"]
     found["gradient_bias"] = {name: bias for name, (bias, _) in by_role.items()}
     found["gradient_noise"] = {name: noise for name, (_, noise) in by_role.items()}
+    for what in ("bias", "noise"):
+        for key in ("cells", "spearman", "signed_spearman", "slope", "median_ratio"):
+            if key in found[f"gradient_{what}"]["all"]:
+                found[f"gradient_{what}_{key}"] = found[f"gradient_{what}"]["all"][key]
     found["gradient_null"] = sum(not is_forward(r) and not r["steps"] for r in rows)
     found["models"] = {}
     for name in names:

@@ -54,8 +54,7 @@ class CapturedLoss:
         from_logits: Whether the node's input is the logit and not the probability.
         saturated: Which terms of a log loss lose their gradient in the training dtype, bool.
         bypassing: Sequence numbers of products that reach the total other than through the losses.
-        mixed: Sequence numbers of products behind a batch normalization, which makes examples depend
-            on each other.
+        mixed: Sequence numbers of products behind a batch normalization, which mixes examples.
         roots: What is differentiated, until :meth:`release`.
         root_gradients: Gradients that backward is given for them, or None, likewise.
     """

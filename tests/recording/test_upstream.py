@@ -271,3 +271,24 @@ def test_a_summed_loss_is_followed_alike(record_run, batch):
     bias, noise = expected("other#0:dgrad", RECIPES[0], batch)
     assert row.gradient_bias == pytest.approx(bias, rel=1e-3, abs=2e-6)
     assert row.gradient_noise_ratio == pytest.approx(noise, rel=2e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_a_gpu_follows_as_the_cpu_does(record_run, batch):
+    found = []
+    for device in ("cpu", "cuda"):
+        model = Everything().to(device)
+        moved = tuple(part.to(device) for part in batch)
+        run = record_run(
+            model,
+            lambda _, m=model, b=moved: losses(m, b).mean(),
+            recipes=RECIPES,
+            upstream_cells=99,
+            name=device,
+        )
+        rows = run.errors[run.errors.site.isin(SITES)]
+        assert rows.gradient_noise_ratio.notna().all(), rows.gradient_reason.unique()
+        found.append(rows.gradient_noise_ratio.to_numpy())
+    # TF32 is off by default; other sums round operands to other FP8 values here and there.
+    assert found[1] == pytest.approx(found[0], rel=0.05, abs=1e-12)
