@@ -28,12 +28,14 @@ class Tapped:
         left: x [T, I], or a [B, M, K].
         right: w [O, I], or b [B, K, N].
         has_parameter: Whether ``right`` is a parameter.
+        has_dgrad: Whether ``left`` has a gradient.
         gradient: g [T, O], or [B, M, N]; None before backward.
     """
 
     left: torch.Tensor
     right: torch.Tensor
     has_parameter: bool
+    has_dgrad: bool = True
     gradient: torch.Tensor | None = None
 
 
@@ -55,7 +57,7 @@ class Taps:
             return
         if weight:
             left = left.reshape(-1, left.shape[-1])
-        tapped = Tapped(left.detach().clone(), right.detach().clone(), weight)
+        tapped = Tapped(left.detach().clone(), right.detach().clone(), weight, left.requires_grad)
         self.found[name] = tapped
 
         def take(gradient: torch.Tensor) -> None:

@@ -1,253 +1,232 @@
-"""Whether predicted impact is right: against the loss of models of which one product is replaced.
+"""Whether predicted impact is right: against models of which one product is replaced.
 
-    ./dev bench impact [--quick] [--out benchmarks/results/impact.json]
+    ./dev bench impact [--quick] [--only CASE,...] [--out benchmarks/results/impact.json]
 
-Trains small click models, records their last steps, and compares the recorded impact with what the
-emulation of one product does to the loss on fresh rows in float64. Prints one JSON object as the
-last line; see docs/decisions/impact.md for what its keys mean.
+Trains small click models, records their last steps, and compares what the recorder predicts with
+what the emulation of one product does on fresh rows in float64: to the mean loss for forward
+products, to the gradients of weights and tables for backward ones. Prints one JSON object as the
+last line.
+
+``cells`` counts forward cells (site x recipe) whose measured change of the loss exceeds three
+standard errors and that the recorder did not call beyond validity; ``unresolved`` the others that
+have a prediction, ``resolved_gains`` those whose loss went down by as much. ``spearman``, ``slope``
+(of log predicted on log measured) and ``median_ratio`` compare the predicted impact with the
+measured; ``relative_error_spearman`` is what the error of the product alone would have ranked.
+``with_beyond_validity`` holds the same with the flagged cells, ``raw`` with first and second order
+averaged over steps and not shrunk. ``gradient_bias`` and ``gradient_noise`` do so for the gradient
+cells, by role (``upstream`` is dgrad, grad_a and grad_b); ``gradient_bias_spearman`` and so on are
+those of all roles. ``models`` and ``rows`` have it by model and by cell.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
-import dataclasses
-import math
+import json
+import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from impact_models import Case, Rows, cases
-from impact_replacement import ReplacedProducts, Replacement
+from impact_gradients import measure_gradients, predicted_gradients
+from impact_losses import measure_losses, predicted_losses
+from impact_models import Case, Size, batches, cases, train
 from scipy.stats import spearmanr
-from torch import nn
 
-from loka_toolkit.analysis.impact import loss_impact
 from loka_toolkit.artifacts.trace import Trace
-from loka_toolkit.numerics.recipes import parse_recipe
-from loka_toolkit.recording import Schedule, record
 
-RECIPES = (
-    "e4m3/tensorwise/fp32",
-    "e4m3/rowwise/fp32",
-    "e4m3/static/fp32",
-    "e5m2/tensorwise/fp32",
-    "e5m2/rowwise/fp32",
-    "e5m2/static/fp32",
-    "e4m3-e5m2/tensorwise/fp32",
-)
+FULL = Size(train=3000, record=48, fresh_batches=150, gradient_batches=12)
+QUICK = Size(train=200, record=8, fresh_batches=12, gradient_batches=3)
+QUICK_CASES = ("mlp", "deepctr-dcn-sum", "accumulation")
+
 RESOLVED = 3.0
-"""A measured change counts from this many standard errors on."""
+"""Standard errors from which on a measured change counts."""
+SMALLEST_BIAS = 1e-7
+"""A bias below this is rounding: a product that contracts over one element has no other."""
+
+Row = dict[str, Any]
 
 
-POOL = 1 << 16
-"""Rows drawn at a time."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Size:
-    """How much is done."""
-
-    train: int
-    record: int
-    fresh_batches: int
-    gradient_batches: int
-
-
-FULL = Size(train=3000, record=80, fresh_batches=400, gradient_batches=64)
-QUICK = Size(train=100, record=8, fresh_batches=20, gradient_batches=8)
-
-
-def batches(case: Case, count: int, seed: int) -> Iterator[Rows]:
-    """Draw batches, each row once."""
-    per_draw = max(1, POOL // case.batch)
-    for start in range(0, count, per_draw):
-        pool = case.rows(per_draw * case.batch, seed * 1_000_003 + start)
-        for number in range(min(per_draw, count - start)):
-            yield pool.part(number * case.batch, (number + 1) * case.batch)
-
-
-def train(case: Case, path: Path, size: Size) -> nn.Module:
-    """Train a model, recording its last steps; return it."""
-    torch.manual_seed(11)
-    model = case.make()
-    optimizer = torch.optim.Adam(model.parameters(), lr=case.learning_rate)
-    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
-        optimizer, size.train, eta_min=case.learning_rate * 1e-3
-    )
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, enabled=case.autocast is not None)
-    stream = batches(case, (size.train + size.record) * case.micro_batches, seed=1)
-
-    def one_step() -> None:
-        optimizer.zero_grad()
-        for _ in range(case.micro_batches):
-            rows = next(stream)
-            with torch.autocast("cpu", dtype=case.autocast, enabled=case.autocast is not None):
-                output = model(rows)
-            loss = case.loss(model, output.float(), rows)
-            scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-
-    for _ in range(size.train):
-        one_step()
-        schedule.step()
-    with record(model, path, schedule=Schedule.always(), recipes=RECIPES, seed=1) as recorder:
-        for _ in range(size.record):
-            one_step()
-            recorder.step()
-    return model
-
-
-def predictions(path: Path) -> tuple[list[dict[str, Any]], float]:
-    """Return one row per forward cell, and the baseline loss, from the trace alone."""
+def run(case: Case, folder: Path, size: Size) -> list[Row]:
+    """Train, record, predict and measure one case; return its cells."""
+    path = folder / case.name
+    start = time.perf_counter()
+    model = train(case, path, size)
     trace = Trace.open(path)
+    sites = [row for row in trace.sites.to_pylist() if row["role"] == "fwd"]
     steps = trace.steps.to_pylist()
-    baseline = float(np.mean([row["mean_loss"] for row in steps]))
-    cells: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for row in trace.errors.to_pylist():
-        if row["site"].endswith(":fwd"):
-            # A static scale grows with the largest amax seen; take the steps where it has settled.
-            if "static" in row["recipe"] and row["step"] < len(steps) // 2:
-                continue
-            cells.setdefault((row["site"], row["recipe"]), []).append(row)
-    first, second, found = [], [], []
-    length = max(len(rows) for rows in cells.values())
-    for (site, recipe), rows in cells.items():
-        known = [row for row in rows if row["impact_first_order"] is not None]
-        pad = [math.nan] * (length - len(known))
-        ones = [row["impact_first_order"] for row in known]
-        twos = [row["impact_second_order"] for row in known]
-        first.append(ones + pad)
-        second.append(twos + pad)
-        total = np.asarray(ones) + np.asarray(twos)
-        found.append(
-            {
-                "site": site,
-                "recipe": recipe,
-                "steps": len(known),
-                "reason": rows[0]["impact_reason"] if not known else None,
-                "beyond_validity": float(np.mean([r["impact_status"] != "ok" for r in rows])),
-                "first_order": float(np.mean(ones)) if known else None,
-                "second_order": float(np.mean(twos)) if known else None,
-                "predicted_raw": float(total.mean()) if known else None,
-                "predicted_raw_se": float(total.std(ddof=1) / math.sqrt(len(total)))
-                if len(total) > 1
-                else None,
-                "relative_error": float(np.mean([r["relative_frobenius"] for r in rows])),
-                "scale_a": rows[-1]["scale_a"] if "static" in recipe else None,
-                "scale_b": rows[-1]["scale_b"] if "static" in recipe else None,
-            }
-        )
-    relative_first, relative_second = np.asarray(first) / baseline, np.asarray(second) / baseline
-    posterior = loss_impact(relative_first, relative_second, np.ones(len(found)), seed=0)
-    for row, mean in zip(found, posterior.mean, strict=True):
-        row["predicted"] = None if math.isnan(mean) else float(mean) * baseline
-    return found, baseline
+    trained = time.perf_counter()
+    forward = predicted_losses(trace)
+    fresh = batches(case, size.fresh_batches, seed=2)
+    measure_losses(case, model, forward, sites, fresh)
+    measured = time.perf_counter()
+    backward = predicted_gradients(trace)
+    measure_gradients(
+        case,
+        model,
+        backward,
+        [row["site"].rpartition(":")[0] for row in sites],
+        [row["weight"] for row in sites if row["weight"] is not None],
+        batches(case, size.gradient_batches, seed=3),
+        steps[-1]["loss_scale"] if case.autocast is not None else 1.0,
+    )
+    done = time.perf_counter()
+    print(
+        f"{case.name}: trained {trained - start:.0f} s, losses {measured - trained:.0f} s, "
+        f"gradients {done - measured:.0f} s; units seen: {steps[-1]['examples']} examples, "
+        f"{steps[-1]['reduction']}, scale {steps[-1]['loss_scale']:g}",
+        file=sys.stderr,
+        flush=True,
+    )
+    return [{"model": case.name, **row} for row in forward + backward]
 
 
-def measure(case: Case, model: nn.Module, cells: list[dict[str, Any]], path: Path, size: Size):
-    """Fill in the measured change of the mean loss on fresh rows, with its standard error."""
-    double = copy.deepcopy(model).double().eval()
-    sites = {
-        row["site"]: (row["batch"], row["m"], row["n"], row["k"])
-        for row in Trace.open(path).sites.to_pylist()
-        if row["role"] == "fwd"
-    }
-    order = list(sites)
-    replacements = [
-        Replacement(
-            order.index(row["site"]),
-            "fwd",
-            parse_recipe(row["recipe"]),
-            row["scale_a"],
-            row["scale_b"],
-        )
-        for row in cells
+def is_forward(row: Row) -> bool:
+    """Whether a cell is about the loss."""
+    return bool(row["site"].endswith(":fwd"))
+
+
+def compared(predicted: list[float], measured: list[float]) -> Row:
+    """Return how positive predictions agree with positive measurements."""
+    p, m = np.asarray(predicted), np.asarray(measured)
+    found: Row = {"cells": len(p)}
+    if len(p) < 3:
+        return found
+    found["spearman"] = float(spearmanr(p, m).statistic)
+    found["slope"] = float(np.polyfit(np.log(m), np.log(p), 1)[0])
+    found["median_ratio"] = float(np.median(p / m))
+    found["worst_ratio"] = float(np.exp(np.abs(np.log(p / m)).max()))
+    found["decades"] = float(np.log10(m.max() / m.min()))
+    return found
+
+
+def losses(rows: list[Row], key: str = "predicted", *, flagged: bool = False) -> Row:
+    """Return how forward cells agree."""
+    known = [r for r in rows if is_forward(r) and r[key] is not None]
+    known = [r for r in known if flagged or r["beyond_validity"] < 0.5]
+    resolved = [r for r in known if r["measured"] > RESOLVED * r["measured_se"]]
+    gains = [r for r in known if -r["measured"] > RESOLVED * r["measured_se"]]
+    positive = [r for r in resolved if r[key] > 0]
+    found = compared([r[key] for r in positive], [r["measured"] for r in positive])
+    found["unresolved"] = len(known) - len(resolved) - len(gains)
+    found["resolved_gains"] = len(gains)
+    found["predicted_not_positive"] = len(resolved) - len(positive)
+    if len(positive) >= 3:
+        errors, changes = [[r[k] for r in positive] for k in ("relative_error", "measured")]
+        found["relative_error_spearman"] = float(spearmanr(errors, changes).statistic)
+    return found
+
+
+def gradients(rows: list[Row], roles: tuple[str, ...]) -> tuple[Row, Row]:
+    """Return how bias and noise of gradient cells of some roles agree.
+
+    A bias counts where its measurement is resolved. Ranks are compared with their sign; magnitudes
+    where the signs agree, and where they do not is counted.
+    """
+    chosen = [r for r in rows if r["site"].rpartition(":")[2] in roles and r["steps"] > 1]
+    resolved = [
+        r
+        for r in chosen
+        if abs(r["bias_measured"]) > RESOLVED * r["bias_measured_se"]
+        and abs(r["bias_measured"]) > SMALLEST_BIAS
     ]
-    sums, squares = np.zeros(len(cells)), np.zeros(len(cells))
-    base = 0.0
-    with torch.no_grad():
-        for number, batch in enumerate(batches(case, size.fresh_batches, seed=2)):
-            rows = batch.double()
-            with ReplacedProducts() as plain:
-                before = case.fresh_losses(double, rows)
-            if number == 0:
-                assert plain.seen == list(sites.values()), (plain.seen, sites)
-            base += float(before.mean())
-            for i, replacement in enumerate(replacements):
-                with ReplacedProducts(replacement):
-                    change = float((case.fresh_losses(double, rows) - before).mean())
-                sums[i] += change
-                squares[i] += change**2
-    n = size.fresh_batches
-    mean = sums / n
-    error = np.sqrt(np.maximum(squares / n - mean**2, 0.0) / (n - 1))
-    for row, value, se in zip(cells, mean, error, strict=True):
-        row["measured"], row["measured_se"] = float(value), float(se)
-        row["ratio"] = row["predicted"] / value if row["predicted"] and value > 0 else None
-    return base / n
-
-
-def agreement(cells: list[dict[str, Any]], key: str = "predicted") -> dict[str, float | int]:
-    """Return correlation, slope and median ratio over the resolved cells."""
-    chosen = [
-        c for c in cells if c["measured"] > RESOLVED * c["measured_se"] and c[key] is not None
+    same = [r for r in resolved if r["bias_predicted"] * r["bias_measured"] > 0]
+    bias = compared(
+        [abs(r["bias_predicted"]) for r in same], [abs(r["bias_measured"]) for r in same]
+    )
+    if len(resolved) >= 3:
+        signed = [[r[k] for r in resolved] for k in ("bias_predicted", "bias_measured")]
+        bias["signed_spearman"] = float(spearmanr(*signed).statistic)
+    bias["unresolved"] = len(chosen) - len(resolved)
+    bias["other_sign"] = len(resolved) - len(same)
+    deviations = [
+        (r["bias_predicted"] - r["bias_measured"])
+        / np.hypot(r["bias_predicted_se"], r["bias_measured_se"])
+        for r in chosen
+        if r["bias_predicted_se"] and abs(r["bias_measured"]) > SMALLEST_BIAS
     ]
-    chosen = [c for c in chosen if c[key] > 0]
-    if len(chosen) < 3:
-        return {"cells": len(chosen)}
-    predicted = np.asarray([c[key] for c in chosen])
-    measured = np.asarray([c["measured"] for c in chosen])
-    error = np.asarray([c["relative_error"] for c in chosen])
-    return {
-        "cells": len(chosen),
-        "spearman": float(spearmanr(predicted, measured).statistic),
-        "slope": float(np.polyfit(np.log(measured), np.log(predicted), 1)[0]),
-        "median_ratio": float(np.median(predicted / measured)),
-        "relative_error_spearman": float(spearmanr(error, measured).statistic),
-        "decades": float(np.log10(measured.max() / measured.min())),
-    }
+    if deviations:
+        bias["median_deviation_in_standard_errors"] = float(np.median(np.abs(deviations)))
+    noisy = [r for r in chosen if r["noise_predicted"] and r["noise_measured"] > SMALLEST_BIAS]
+    noise = compared([r["noise_predicted"] for r in noisy], [r["noise_measured"] for r in noisy])
+    return bias, noise
+
+
+def summary(rows: list[Row], names: list[str]) -> Row:
+    """Return the figures of a run."""
+    found = losses(rows)
+    found["unpredicted"] = sum(is_forward(r) and r["predicted"] is None for r in rows)
+    found["with_beyond_validity"] = losses(rows, flagged=True)
+    found["raw"] = losses(rows, "predicted_raw")
+    upstream = ("dgrad", "grad_a", "grad_b")
+    roles = {"wgrad": ("wgrad",), "upstream": upstream, "all": ("wgrad", *upstream)}
+    by_role = {name: gradients(rows, chosen) for name, chosen in roles.items()}
+    found["gradient_cells"] = by_role["all"][1]["cells"]
+    found["gradient_bias"] = {name: bias for name, (bias, _) in by_role.items()}
+    found["gradient_noise"] = {name: noise for name, (_, noise) in by_role.items()}
+    for what in ("bias", "noise"):
+        for key in ("cells", "spearman", "signed_spearman", "slope", "median_ratio"):
+            if key in found[f"gradient_{what}"]["all"]:
+                found[f"gradient_{what}_{key}"] = found[f"gradient_{what}"]["all"][key]
+    found["gradient_null"] = sum(not is_forward(r) and not r["steps"] for r in rows)
+    found["models"] = {}
+    for name in names:
+        own = [row for row in rows if row["model"] == name]
+        bias, noise = gradients(own, roles["all"])
+        found["models"][name] = {
+            **losses(own),
+            "gradient_bias": bias,
+            "gradient_noise": noise,
+        }
+    return found
+
+
+def rounded(value: Any) -> Any:
+    """Return a JSON value whose numbers have four significant digits."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [rounded(item) for item in value]
+    return float(f"{value:.4g}") if isinstance(value, float) else value
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--only")
-    parser.add_argument("--out", type=Path)
+    """Run, print, write."""
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a minute instead of a quarter hour")
+    parser.add_argument("--only", help="names of cases, separated by commas")
+    parser.add_argument("--out", type=Path, help="write the JSON object here too")
     arguments = parser.parse_args()
     size = QUICK if arguments.quick else FULL
+    only = arguments.only.split(",") if arguments.only else None
+    wanted = only or (QUICK_CASES if arguments.quick else None)
+    warnings.filterwarnings("ignore")  # deepctr-torch's, on import
     torch.set_num_threads(1)
-    every = []
+    start = time.perf_counter()
+    rows: list[Row] = []
+    names = []
     with tempfile.TemporaryDirectory() as scratch:
         for case in cases():
-            if arguments.only and case.name not in arguments.only.split(","):
-                continue
-            start = time.perf_counter()
-            path = Path(scratch) / case.name
-            model = train(case, path, size)
-            trained = time.perf_counter() - start
-            cells, baseline = predictions(path)
-            fresh = measure(case, model, cells, path, size)
-            print(
-                case.name,
-                f"{trained:.0f}s + {time.perf_counter() - start - trained:.0f}s",
-                f"baseline {baseline:.4f} fresh {fresh:.4f}",
-                flush=True,
-            )
-            for c in cells:
-                f = lambda x: "   none  " if x is None else f"{x:9.2e}"
-                print(
-                    f"  {c['site']:24} {c['recipe']:26} bv {c['beyond_validity']:.2f} 1st {f(c['first_order'])} 2nd {f(c['second_order'])} pred {f(c['predicted'])} meas {f(c['measured'])} z {c['measured'] / (c['measured_se'] + 1e-30):6.1f} ratio {f(c['ratio'])} {c['reason'] or ''}"
-                )
-            print("   ", agreement(cells))
-            every += [{"model": case.name, **c} for c in cells]
-    print(agreement(every))
-    print(agreement([c for c in every if c["beyond_validity"] < 0.5]))
+            if wanted is None or case.name in wanted:
+                names.append(case.name)
+                rows += run(case, Path(scratch), size)
+    result = {
+        **summary(rows, names),
+        "seconds": time.perf_counter() - start,
+        "quick": arguments.quick,
+        "torch": torch.__version__,
+    }
+    result["rows"] = rows
+    result = rounded(result)
+    if arguments.out is not None:
+        lines = ",\n    ".join(json.dumps(row) for row in result.pop("rows"))
+        head = json.dumps(result, indent=2).rstrip("}\n")
+        arguments.out.write_text(f'{head},\n  "rows": [\n    {lines}\n  ]\n}}\n')
+    result.pop("rows", None)
+    print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,12 +18,24 @@ from torch import nn
 from torch.nn import functional as F
 
 from loka_toolkit.datasets.click_log import ClickLog, ClickLogSpec
+from loka_toolkit.recording import Schedule, record
 from loka_toolkit.workflows.two_tower import TensorBatch, TwoTower
 
 SPEC = ClickLogSpec(user_cardinalities=(2000, 300, 100, 20), item_cardinalities=(1000, 200, 60, 12))
 CARDINALITIES = (*SPEC.user_cardinalities, *SPEC.item_cardinalities)
 COUNTS = SPEC.user_counts + SPEC.item_counts
 CLASSES = 10
+POOL = 1 << 16
+"""Rows drawn at a time."""
+RECIPES = (
+    "e4m3/tensorwise/fp32",
+    "e4m3/rowwise/fp32",
+    "e4m3/static/fp32",
+    "e5m2/tensorwise/fp32",
+    "e5m2/rowwise/fp32",
+    "e5m2/static/fp32",
+    "e4m3-e5m2/tensorwise/fp32",
+)
 NOISE_SD = 0.7
 """Standard deviation of a squared-error target around its expectation."""
 LOG = ClickLog(SPEC, seed=3)
@@ -55,8 +68,9 @@ class Rows:
         return Rows(self.counts[whole], self.ids[whole], self.y[whole], self.expected[whole])
 
     def double(self) -> Rows:
-        """Return the rows with float64 counts."""
-        return dataclasses.replace(self, counts=self.counts.double())
+        """Return the rows with float64 counts and real labels."""
+        y = self.y.double() if self.y.is_floating_point() else self.y
+        return dataclasses.replace(self, counts=self.counts.double(), y=y)
 
 
 def click_rows(rows: int, seed: int) -> Rows:
@@ -133,12 +147,14 @@ class Fields(nn.Module):
 class Perceptron(nn.Module):
     """Fields through two hidden layers; one output, or several."""
 
-    def __init__(self, hidden: int, outputs: int = 1, *, norm: bool = False) -> None:
+    def __init__(
+        self, hidden: int, outputs: int = 1, *, norm: type[nn.Module] = nn.Identity
+    ) -> None:
         super().__init__()
         self.fields = Fields(8)
         self.first = nn.Linear(self.fields.width, hidden)
         self.second = nn.Linear(hidden, hidden)
-        self.norm = nn.LayerNorm(hidden) if norm else nn.Identity()
+        self.norm = norm(hidden)
         self.head = nn.Linear(hidden, outputs)
 
     def forward(self, rows: Rows) -> torch.Tensor:
@@ -214,7 +230,7 @@ class DeepCross(nn.Module):
         return self.net(torch.cat([rows.ids.to(counts.dtype), counts], dim=1)).squeeze(1)
 
 
-Loss = Callable[[nn.Module, torch.Tensor, Rows], torch.Tensor]
+Loss = Callable[[torch.Tensor, Rows], torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +240,7 @@ class Case:
     Attributes:
         name: Name in the results.
         make: Makes the model.
-        loss: The training loss of a batch: (model, output, rows) -> scalar.
+        loss: The training loss of a batch, without regularizers: (output, rows) -> scalar.
         losses: Expected loss of every fresh row, from the output in float64.
         rows: Draws rows.
         batch: Rows of a batch (of a micro-batch where there are several).
@@ -232,6 +248,7 @@ class Case:
         autocast: dtype of autocast, with a gradient scaler, or None.
         learning_rate: Of Adam, at the start.
         to_logits: Whether the output is a probability.
+        regularizer: Added to the training loss: model -> scalar, or None.
     """
 
     name: str
@@ -244,6 +261,12 @@ class Case:
     autocast: torch.dtype | None = None
     learning_rate: float = 1e-2
     to_logits: bool = False
+    regularizer: Callable[[Any], torch.Tensor] | None = None
+
+    def training_loss(self, model: nn.Module, output: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Return what the training differentiates."""
+        loss = self.loss(output, rows)
+        return loss if self.regularizer is None else loss + self.regularizer(model)
 
     def fresh_losses(self, model: nn.Module, rows: Rows) -> torch.Tensor:
         """Return the expected loss of every row under the float64 model."""
@@ -251,13 +274,13 @@ class Case:
         return self.losses(torch.logit(output) if self.to_logits else output, rows)
 
 
-def _mean_log_loss(_: nn.Module, z: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _mean_log_loss(z: torch.Tensor, rows: Rows) -> torch.Tensor:
     return F.binary_cross_entropy_with_logits(z, rows.y)
 
 
-def _summed_log_loss(model: nn.Module, p: torch.Tensor, rows: Rows) -> torch.Tensor:
-    loss = F.binary_cross_entropy(p, rows.y, reduction="sum")
-    return loss + model.net.get_regularization_loss() + model.net.aux_loss
+def _deepctr_regularizer(model: DeepCross) -> torch.Tensor:
+    total: torch.Tensor = model.net.get_regularization_loss() + model.net.aux_loss
+    return total
 
 
 def cases() -> tuple[Case, ...]:
@@ -265,29 +288,41 @@ def cases() -> tuple[Case, ...]:
     return (
         Case("mlp", lambda: Perceptron(64), _mean_log_loss),
         Case("two-tower-raw-counts", Towers, _mean_log_loss),
-        Case("deepctr-dcn-sum", DeepCross, _summed_log_loss, to_logits=True, learning_rate=3e-3),
+        Case(
+            "deepctr-dcn-sum",
+            DeepCross,
+            lambda p, r: F.binary_cross_entropy(p, r.y, reduction="sum"),
+            to_logits=True,
+            learning_rate=3e-3,
+            regularizer=_deepctr_regularizer,
+        ),
         Case("attention-tokens", lambda: FieldAttention(16), _mean_log_loss, batch=256),
         Case("scaler-fp16", lambda: Perceptron(64), _mean_log_loss, autocast=torch.float16),
         Case(
             "accumulation",
-            lambda: Perceptron(96, norm=True),
-            lambda m, z, r: _mean_log_loss(m, z, r) / 4,
+            lambda: Perceptron(96, norm=nn.LayerNorm),
+            lambda z, r: _mean_log_loss(z, r) / 4,
             micro_batches=4,
             batch=256,
         ),
         Case(
             "classes",
             lambda: Perceptron(64, CLASSES),
-            lambda _, z, r: F.cross_entropy(z, r.y),
+            lambda z, r: F.cross_entropy(z, r.y),
             losses=class_losses,
             rows=class_rows,
         ),
         Case(
             "squared-error",
             lambda: Perceptron(64),
-            lambda _, z, r: F.mse_loss(z, r.y),
+            lambda z, r: F.mse_loss(z, r.y),
             losses=squared_losses,
             rows=value_rows,
+        ),
+        Case(
+            "batch-norm",
+            lambda: Perceptron(64, norm=nn.BatchNorm1d),
+            _mean_log_loss,
         ),
         Case(
             "three-tasks",
@@ -296,3 +331,60 @@ def cases() -> tuple[Case, ...]:
             rows=task_rows,
         ),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Size:
+    """How much is done.
+
+    Attributes:
+        train: Optimizer steps before recording.
+        record: Optimizer steps recorded.
+        fresh_batches: Batches on which losses are measured.
+        gradient_batches: Batches on which gradients are measured.
+    """
+
+    train: int
+    record: int
+    fresh_batches: int
+    gradient_batches: int
+
+
+def batches(case: Case, count: int, seed: int) -> Iterator[Rows]:
+    """Draw batches; no row comes twice, under no seed."""
+    per_draw = max(1, POOL // case.batch)
+    for start in range(0, count, per_draw):
+        pool = case.rows(per_draw * case.batch, seed * 1_000_003 + start)
+        for number in range(min(per_draw, count - start)):
+            yield pool.part(number * case.batch, (number + 1) * case.batch)
+
+
+def train(case: Case, path: Path, size: Size) -> nn.Module:
+    """Train a model on a stream of rows, recording its last steps; return it."""
+    torch.manual_seed(11)
+    model = case.make()
+    optimizer = torch.optim.Adam(model.parameters(), lr=case.learning_rate)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+        optimizer, size.train, eta_min=case.learning_rate * 1e-3
+    )
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**14, enabled=case.autocast is not None)
+    stream = batches(case, (size.train + size.record) * case.micro_batches, seed=1)
+
+    def one_step() -> None:
+        optimizer.zero_grad()
+        for _ in range(case.micro_batches):
+            rows = next(stream)
+            with torch.autocast("cpu", dtype=case.autocast, enabled=case.autocast is not None):
+                output = model(rows)
+            scaler.scale(case.training_loss(model, output.float(), rows)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for _ in range(size.train):
+        one_step()
+        schedule.step()
+    with record(model, path, schedule=Schedule.always(), recipes=RECIPES, seed=1) as recorder:
+        for _ in range(size.record):
+            one_step()
+            recorder.step()
+    return model

@@ -37,8 +37,8 @@ ALIGNMENT = 16
 FP8_CAPABILITY = (8, 9)
 CUBLAS_ROWWISE_CAPABILITY = (9, 0)
 CUBLAS_ROWWISE_CUDA = (12, 9)
-LARGEST_BATCH = 1024
-"""Products of a batch at most: each is a kernel launch of some microseconds."""
+LARGEST_BATCH, LARGEST_CUDA_BATCH = 1024, 16
+"""Products of a batch at most, on a CPU and on CUDA, where each is a kernel launch."""
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -86,10 +86,11 @@ class TorchScaledMM:
         """Return None, or the constraint that is not met."""
         if problem.role not in self.roles:
             return f"role {problem.role} is no product"
-        if problem.batch > LARGEST_BATCH:
+        largest = LARGEST_BATCH if chip.capability is None else LARGEST_CUDA_BATCH
+        if problem.batch > largest:
             return (
                 f"scaled_mm multiplies one pair of matrices at a time, and {problem.batch} calls "
-                f"are too many (limit {LARGEST_BATCH})"
+                f"are too many (limit {largest})"
             )
         if {f.name for f in self.fp8.formats} & set(FNUZ_FORMATS):
             return f"{self.fp8.format_a} needs gfx942 (AMD CDNA 3), and {chip.name} is none"

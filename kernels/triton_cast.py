@@ -44,8 +44,11 @@ bytes need that."""
 LONGEST_LINE = 8192
 """Elements of a line that one program keeps in registers."""
 
-_TILE_ELEMENTS = 8192
+_TILE_ELEMENTS = LONGEST_LINE
 _LONG_SIDE = 256
+_MOST_LINES = 256
+_FEWEST_ELEMENTS = 2048
+_FILLS_A_GPU = 256
 
 
 class Layout(enum.Enum):
@@ -156,8 +159,9 @@ def cast_by_line(
     scale = torch.ones(shape, dtype=torch.float32, device=x.device)
     if x.numel() > 0:
         seen = target if by_row else target.transposed()
-        if lines.shape[2] <= LONGEST_LINE and _fits(lines):
-            _launch_lines(lines, fmt, scale, seen)
+        block = _whole_lines(lines, seen)
+        if block is not None:
+            _launch_lines(lines, fmt, scale, seen, block)
         else:
             amax = _amax_bits(lines, per_line=True)
             _launch_tiles(lines, fmt, scale, amax, (count, 1), seen, None)
@@ -186,6 +190,16 @@ def launching_on(device: torch.device) -> Iterator[None]:
         return
     with np.errstate(all="ignore"):
         yield
+
+
+def strides_of(x: torch.Tensor) -> tuple[int, int, int]:
+    """Return the strides of a [batch, .., ..] tensor, 0 along a batch of one.
+
+    Triton compiles anew for strides that are multiples of 16 and those that are not; the stride of
+    a batch of one means nothing and should not count.
+    """
+    batch, first, second = x.stride()
+    return (0 if x.shape[0] == 1 else batch), first, second
 
 
 @dataclasses.dataclass(frozen=True)
@@ -257,35 +271,41 @@ def _product(sizes: tuple[int, ...] | torch.Size) -> int:
     return count
 
 
-def _block_of_lines(length: int, line_is_contiguous: bool) -> int:
-    """Return how many whole lines of ``length`` elements, a power of two, one program takes.
+def _whole_lines(lines: torch.Tensor, target: _Target) -> tuple[int, int] | None:
+    """Return lines and elements, powers of two, of a program that takes whole lines, if any can.
 
     Where neighbours in memory belong to different lines, at least 16 of them are read together.
+    Many short lines go to one program, unless programs are then too few to fill a GPU.
     """
-    return max(1 if line_is_contiguous else 16, min(16, _TILE_ELEMENTS // length))
-
-
-def _fits(lines: torch.Tensor) -> bool:
-    length = triton.next_power_of_2(lines.shape[2])
-    block = _block_of_lines(length, lines.stride(2) == 1)
-    return block * length <= _TILE_ELEMENTS
+    length = triton.next_power_of_2(max(lines.shape[2], target.columns))
+    least = 1 if lines.stride(2) == 1 else 16
+    if least * length > _TILE_ELEMENTS:
+        return None
+    count = max(least, min(_MOST_LINES, _TILE_ELEMENTS // length))
+    programs = lines.shape[0] * target.rows
+    while count > least and count * length > _FEWEST_ELEMENTS and programs < _FILLS_A_GPU * count:
+        count //= 2
+    return count, length
 
 
 def _tile(lines: torch.Tensor) -> tuple[int, int]:
     """Return a tile, longer where memory is contiguous, and no larger than the operand needs."""
-    long_first = lines.stride(1) == 1 and lines.stride(2) != 1
     count, length = (max(16, triton.next_power_of_2(n)) for n in lines.shape[1:])
-    short = _TILE_ELEMENTS // _LONG_SIDE
-    if long_first:
-        return min(_LONG_SIDE, count), min(short, length)
-    return min(short, count), min(_LONG_SIDE, length)
+    if lines.stride(1) == 1 and lines.stride(2) != 1:
+        block = min(_LONG_SIDE, count)
+        return block, min(_TILE_ELEMENTS // block, length)
+    block = min(_LONG_SIDE, length)
+    return min(_TILE_ELEMENTS // block, count), block
 
 
 def _launch_lines(
-    lines: torch.Tensor, fmt: FloatFormat, scale: torch.Tensor, target: _Target
+    lines: torch.Tensor,
+    fmt: FloatFormat,
+    scale: torch.Tensor,
+    target: _Target,
+    block: tuple[int, int],
 ) -> None:
-    block_k = triton.next_power_of_2(max(lines.shape[2], target.columns))
-    block_l = _block_of_lines(block_k, lines.stride(2) == 1)
+    block_l, block_k = block
     tiles = triton.cdiv(target.rows, block_l)
     stored = target.stored
     with launching_on(lines.device):
@@ -297,8 +317,8 @@ def _launch_lines(
             lines.shape[2],
             target.rows,
             target.columns,
-            *lines.stride(),
-            *stored.stride(),
+            *strides_of(lines),
+            *strides_of(stored),
             tiles,
             **_constants(fmt),
             BLOCK_L=block_l,
@@ -326,7 +346,7 @@ def _launch_tiles(
     def arguments(target: _Target | None) -> tuple[Any, ...]:
         if target is None:
             return (targets[0].stored, 0, 0, 0, 0, 0)
-        return (target.stored, target.rows, target.columns, *target.stored.stride())
+        return (target.stored, target.rows, target.columns, *strides_of(target.stored))
 
     with launching_on(lines.device):
         cast_tiles[(lines.shape[0] * tiles_l * tiles_k,)](
@@ -337,7 +357,7 @@ def _launch_tiles(
             *arguments(second),
             lines.shape[1],
             lines.shape[2],
-            *lines.stride(),
+            *strides_of(lines),
             *scale_strides,
             *amax_strides,
             tiles_l,
@@ -366,7 +386,7 @@ def _amax_bits(lines: torch.Tensor, *, per_line: bool) -> torch.Tensor:
             out,
             lines.shape[1],
             lines.shape[2],
-            *lines.stride(),
+            *strides_of(lines),
             tiles_l,
             tiles_k,
             PER_LINE=per_line,

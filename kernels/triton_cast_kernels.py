@@ -18,7 +18,7 @@ import triton.language as tl
 from loka_toolkit.kernels.triton_bits import encode, finite_magnitude_bits, scale_of, widen
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def cast_lines(
     x,
     out,
@@ -65,7 +65,9 @@ def cast_lines(
     tl.store(scales + batch * out_lines + wide_line, scale, mask=line < out_lines)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tiles_l", "tiles_k", "scale_b", "scale_l", "amax_b", "amax_l"],
+)
 def cast_tiles(
     x,
     known,
@@ -141,7 +143,7 @@ def cast_tiles(
         tl.store(target, code, mask=within)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles_l", "tiles_k"])
 def amax_tiles(
     x,
     out,

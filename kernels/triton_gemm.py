@@ -37,7 +37,7 @@ import triton.language as tl
 
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.kernels.triton_bits import Encoding, decode
-from loka_toolkit.kernels.triton_cast import interpreted, launching_on
+from loka_toolkit.kernels.triton_cast import interpreted, launching_on, strides_of
 from loka_toolkit.numerics.formats import FP8_FORMATS, FloatFormat, Specials
 from loka_toolkit.numerics.recipes import Accumulation
 
@@ -91,6 +91,9 @@ _TILES = (
 )
 _FILLS_A_GPU = 120
 
+_DECODING_TILE = Tile(64, 64, 32, warps=4, stages=2)
+"""Of float32 values, which take four times the memory, and no tensor core."""
+
 
 def scaled_product(
     a: torch.Tensor,
@@ -141,7 +144,8 @@ def scaled_product(
         left, right = left.view(torch.uint8), right.view(torch.uint8)
     # The interpreter rounds float32 to 16 bits in its own way; torch does it there.
     written = out if not interpreted() else out.to(torch.float32)
-    tile = tile or tile_for(m, n, k, batch)
+    if tile is None:
+        tile = _DECODING_TILE if decoded and not interpreted() else tile_for(m, n, k, batch)
     scales = [_scale(s, x, d) for s, x, d in ((scale_a, left, 1), (scale_b, right, 2))]
     with launching_on(a.device):
         _product[(batch * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](
@@ -153,8 +157,8 @@ def scaled_product(
             m,
             n,
             k,
-            *left.stride(),
-            *right.stride(),
+            *strides_of(left),
+            *strides_of(right),
             *scales[0][1],
             *scales[1][1],
             **_encoding(a, "A"),
@@ -232,15 +236,17 @@ def _scale(scale: torch.Tensor, x: torch.Tensor, dim: int) -> tuple[torch.Tensor
 def _halved(scale):
     """Return a power of two of about the root of |scale|, and scale over it.
 
-    Multiplying by them on both sides of the other operand's scale keeps what lies between in range
-    wherever the result is.
+    The product of two scales may leave the range of float32; those of their halves do not, and
+    what lies between sum and result is in range wherever the result is.
     """
     exponent = ((scale.to(tl.int32, bitcast=True) >> 23) & 0xFF) - 127
     power = (((exponent >> 1) + 127) << 23).to(tl.float32, bitcast=True)
     return power, scale / power
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["m", "scale_a_b", "scale_a_m", "scale_b_b", "scale_b_n"],
+)
 def _product(
     a,
     b,
@@ -317,7 +323,8 @@ def _product(
     inside_m, inside_n = row < m, column < n
     of_rows = tl.load(scale_a + batch * scale_a_b + row * scale_a_m, mask=inside_m, other=1.0)
     of_columns = tl.load(scale_b + batch * scale_b_b + column * scale_b_n, mask=inside_n, other=1.0)
-    before, after = _halved(of_rows)
-    total = total * before[:, None] * of_columns[None, :] * after[:, None]
+    root_m, rest_m = _halved(of_rows)
+    root_n, rest_n = _halved(of_columns)
+    total = total * (root_m[:, None] * root_n[None, :]) * (rest_m[:, None] * rest_n[None, :])
     target = out + batch * m * n + row.to(tl.int64)[:, None] * n + column[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=inside_m[:, None] & inside_n[None, :])

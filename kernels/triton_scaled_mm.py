@@ -1,7 +1,7 @@
 """Own Triton kernels as candidates: FP8 products with tensor-wise, row-wise and static scales.
 
-What they take that torch's scaled_mm does not: E5M2 times E5M2, batches, and N or K of any length
-without a copy. Casts are one kernel (row-wise with short rows, static) or two (see
+What they take that torch's scaled_mm does not: E5M2 times E5M2, batches, and another grain of
+scales for each factor. Casts are one kernel (row-wise with short rows, static) or two (see
 :mod:`loka_toolkit.kernels.triton_cast`); products are :mod:`loka_toolkit.kernels.triton_gemm`.
 
 Triton is imported when a candidate first casts or multiplies, so that this package works without
@@ -23,12 +23,14 @@ from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.kernels.contract import Chip, Prepared, Problem, Side
 from loka_toolkit.kernels.reference import PRODUCT_ROLES
-from loka_toolkit.numerics.formats import Specials
+from loka_toolkit.numerics.formats import E4M3, E5M2
 from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling, all_recipes
 
 FP8_CAPABILITY = (8, 9)
 PROMOTING_CAPABILITY = (9, 0)
 OUTPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FORMATS = (E4M3, E5M2)
+"""NVIDIA's tensor cores multiply no others; the kernels themselves know fnuz formats too."""
 SCALINGS = (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.STATIC)
 ACCUMULATIONS = (Accumulation.FAST, Accumulation.PROMOTED_128)
 
@@ -85,8 +87,6 @@ class TritonScaledMM:
         have = f"{chip.name} has {chip.capability[0]}.{chip.capability[1]}"
         if chip.capability < FP8_CAPABILITY:
             return f"FP8 tensor cores need compute capability 8.9 and {have}"
-        if any(fmt.specials is Specials.NEGATIVE_ZERO_NAN for fmt in self.fp8.formats):
-            return "tensor cores of NVIDIA multiply no fnuz formats; AMD's gfx942 does"
         promoted = self.fp8.accumulation is Accumulation.PROMOTED_128
         if promoted and chip.capability != PROMOTING_CAPABILITY:
             return (
@@ -120,11 +120,12 @@ class TritonScaledMM:
         """
         from loka_toolkit.kernels.triton_cast import Layout, cast_by_line, cast_with_scale
 
-        fmt = self.fp8.formats[0 if side is Side.A else 1]
+        which = 0 if side is Side.A else 1
+        fmt, scaling = self.fp8.formats[which], self.fp8.scalings[which]
         layout = Layout.ROW if side is Side.A else Layout.COLUMN
-        if scale is None and self.fp8.scaling is Scaling.ROWWISE:
+        if scale is None and scaling is Scaling.ROWWISE:
             found = cast_by_line(operand, fmt, -1 if side is Side.A else -2, layout)
-        elif scale is None and self.fp8.scaling is Scaling.STATIC:
+        elif scale is None and scaling is Scaling.STATIC:
             raise ConfigurationError(
                 f"{self.name}: static scaling needs the scale from earlier steps; pass scale"
             )
@@ -150,7 +151,9 @@ def candidates() -> tuple[TritonScaledMM, ...]:
     return tuple(
         TritonScaledMM(recipe)
         for recipe in all_recipes().values()
-        if recipe.scaling in SCALINGS and recipe.accumulation in ACCUMULATIONS
+        if {*recipe.formats} <= {*FORMATS}
+        and {*recipe.scalings} <= {*SCALINGS}
+        and recipe.accumulation in ACCUMULATIONS
     )
 
 

@@ -21,7 +21,7 @@ HELP = (
     "Put `loka record` where `python` stands: loka record -o RUN train.py --epochs 3, or "
     "loka record -o RUN -m package.train --epochs 3. Options of loka come before the script."
     "\n\n"
-    "Steps are counted at optimizer steps; the loss is read off the graph at backward. The model is "
+    "Steps are counted at optimizer steps; the loss is read off the graph at backward. A model is "
     "what is called with gradients and held by an optimizer. Models of different optimizers are "
     "told apart and recorded to RUN/NAME each; a single one to RUN itself."
     "\n\n"

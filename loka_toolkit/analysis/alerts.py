@@ -52,16 +52,7 @@ def alerts(
         found.append(
             f"Only {_steps(coverage.steps_recorded)} recorded: verdicts lean on what sites share."
         )
-    total = coverage.flops_seen + coverage.flops_unseen
-    if total and coverage.flops_unseen > UNSEEN_SHARE * total:
-        reasons = ", ".join(
-            f"{reason} {flops / total:.0%}"
-            for reason, flops in sorted(coverage.unseen_reasons.items(), key=lambda r: -r[1])
-        )
-        found.append(
-            f"{coverage.flops_unseen / total:.0%} of the GEMM FLOPs were not seen"
-            + (f": {reasons}." if reasons else ".")
-        )
+    found.extend(_coverage_alerts(coverage))
     found.extend(_unsafe_alert(cells))
     found.extend(_drift_alert(series, tolerance))
     if unknown_sites:
@@ -70,6 +61,24 @@ def alerts(
             f"describe them: {_listed(unknown_sites)}."
         )
     return tuple(dict.fromkeys(found))
+
+
+def _coverage_alerts(coverage: Coverage) -> list[str]:
+    """Say what share of the work no verdict speaks of, where it is much."""
+    total = coverage.flops
+    parts = (
+        ("not seen", coverage.flops_unseen, coverage.unseen_reasons),
+        ("seen and not judged", coverage.flops_not_judged, coverage.not_judged_reasons),
+    )
+    found = []
+    for what, flops, reasons in parts:
+        if total and flops > UNSEEN_SHARE * total:
+            ordered = sorted(reasons.items(), key=lambda item: -item[1])
+            why = ", ".join(f"{reason} {part / total:.0%}" for reason, part in ordered)
+            found.append(
+                f"{flops / total:.0%} of the GEMM FLOPs were {what}" + (f": {why}." if why else ".")
+            )
+    return found
 
 
 def _unsafe_alert(cells: Sequence[Cell]) -> list[str]:

@@ -43,7 +43,7 @@ class SiteFacts:
         n: Columns of the output.
         k: Contraction length, the largest seen.
         dtype: Dtype of the output.
-        flops: FLOPs of its largest shape.
+        flops: FLOPs of all its executions in the step with most of them.
     """
 
     key: SiteKey
@@ -165,6 +165,9 @@ def observe(
     """
     known = {str(site.key): site for site in read_sites(trace.sites)}
     kept = select_sites(tuple(known), include, exclude)
+    # What no kernel can stand in for and nobody judged, such as fused attention, has no cell.
+    judged = set(trace.errors["site"].unique().to_pylist())
+    kept = tuple(name for name in kept if known[name].dispatchable or name in judged)
     sites = tuple(known[name] for name in kept)
     rows = _Rows(trace.errors, kept, recipes)
     unknown = tuple(sorted(set(rows.site_names) - set(known)))
@@ -217,11 +220,16 @@ def observe(
 def read_sites(table: pa.Table) -> tuple[SiteFacts, ...]:
     """Return the GEMM sites of a trace, each once with its largest shape; norms are left out."""
     found: dict[SiteKey, SiteFacts] = {}
+    per_step: dict[tuple[SiteKey, int], float] = {}
     for row in table.to_pylist():
         if row["role"] == Role.NORM:
             continue
         key = SiteKey(row["fqn"], row["call"], Role(row["role"]))
-        flops = 2.0 * row["batch"] * row["m"] * row["n"] * row["k"]
+        once = row["flops"]
+        if once is None:
+            once = 2.0 * row["batch"] * row["m"] * row["n"] * row["k"]
+        step = (key, row["first_step"])
+        per_step[step] = per_step.get(step, 0.0) + once * row["executions"]
         before = found.get(key)
         found[key] = SiteFacts(
             key=key,
@@ -233,7 +241,7 @@ def read_sites(table: pa.Table) -> tuple[SiteFacts, ...]:
             n=max(row["n"], before.n if before else 0),
             k=max(row["k"], before.k if before else 0),
             dtype=row["dtype_out"],
-            flops=max(flops, before.flops if before else 0.0),
+            flops=max(per_step[step], before.flops if before else 0.0),
         )
     return tuple(found.values())
 

@@ -202,18 +202,30 @@ def _read_steps(trace: Trace) -> tuple[Coverage, float | None, dict[tuple[int, i
     rows: list[dict[str, Any]] = trace.steps.to_pylist()
     recorded = [row for row in rows if row["status"] == "recorded"]
     done = {row["step"] for row in recorded}
-    reasons: Counter[str] = Counter()
-    for row in recorded:
-        reasons.update(msgspec.json.decode(row["unseen_reason"] or "{}", type=dict[str, float]))
     each = 1.0 / max(len(recorded), 1)
+
+    def total(part: str) -> float:
+        return each * float(sum(row[f"gemm_flops_{part}"] for row in recorded))
+
+    def reasons(part: str) -> dict[str, float]:
+        found: Counter[str] = Counter()
+        for row in recorded:
+            text = row[f"{part}_reason"] or "{}"
+            found.update(msgspec.json.decode(text, type=dict[str, float]))
+        return {reason: each * flops for reason, flops in found.items()}
+
     losses = [row["mean_loss"] for row in recorded if row["mean_loss"] is not None]
     baseline = float(np.mean(losses)) if losses else None
     coverage = Coverage(
-        flops_seen=each * sum(row["gemm_flops_seen"] for row in recorded),
-        flops_unseen=each * sum(row["gemm_flops_unseen"] for row in recorded),
-        unseen_reasons={reason: each * flops for reason, flops in reasons.items()},
+        flops_seen=total("seen"),
+        flops_unseen=total("unseen"),
+        unseen_reasons=reasons("unseen"),
         steps_recorded=len(done),
         steps_skipped=len({row["step"] for row in rows} - done),
+        flops_not_judged=total("not_judged"),
+        not_judged_reasons=reasons("not_judged"),
+        flops_repeated=total("repeated"),
+        repeated_reasons=reasons("repeated"),
     )
     scales = {(row["step"], row["rank"]): row["loss_scale"] for row in rows}
     usable = baseline is not None and np.isfinite(baseline) and baseline > 0

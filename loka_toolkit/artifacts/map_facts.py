@@ -75,14 +75,18 @@ class FitHealth(msgspec.Struct, frozen=True):
 
 
 class Coverage(msgspec.Struct, frozen=True):
-    """What share of the work was seen.
+    """What share of the work was seen; all FLOPs are those of GEMMs, per sampled step.
 
     Attributes:
-        flops_seen: GEMM FLOPs recorded as sites, per sampled step.
-        flops_unseen: GEMM FLOPs that no site accounts for, per sampled step.
-        unseen_reasons: FLOPs by reason.
+        flops_seen: FLOPs recorded as sites and judged.
+        flops_unseen: FLOPs that no site accounts for.
+        unseen_reasons: The same by reason.
         steps_recorded: Sampled steps with rows.
         steps_skipped: Sampled steps skipped, for example as non-finite.
+        flops_not_judged: FLOPs of sites without errors, such as fused attention.
+        not_judged_reasons: The same by reason.
+        flops_repeated: FLOPs of sites that ran again, in micro-batches or recomputed.
+        repeated_reasons: The same by reason.
     """
 
     flops_seen: float
@@ -90,6 +94,15 @@ class Coverage(msgspec.Struct, frozen=True):
     unseen_reasons: dict[str, float]
     steps_recorded: int
     steps_skipped: int
+    flops_not_judged: float = 0.0
+    not_judged_reasons: dict[str, float] = {}
+    flops_repeated: float = 0.0
+    repeated_reasons: dict[str, float] = {}
+
+    @property
+    def flops(self) -> float:
+        """All of them."""
+        return self.flops_seen + self.flops_not_judged + self.flops_repeated + self.flops_unseen
 
 
 class MapFacts(msgspec.Struct, frozen=True):

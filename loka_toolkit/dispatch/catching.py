@@ -27,7 +27,7 @@ from loka_toolkit.dispatch.decompose import (
     program_of,
     take_apart,
 )
-from loka_toolkit.dispatch.frames import STATE
+from loka_toolkit.dispatch.frames import STATE, is_checkpointed_part
 from loka_toolkit.dispatch.products import ProductRoute, route_product
 
 PRODUCT_FUNCTIONS: frozenset[Any] = frozenset(
@@ -50,11 +50,20 @@ PRODUCT_FUNCTIONS: frozenset[Any] = frozenset(
         torch.Tensor.addmm,
         torch.Tensor.baddbmm,
         torch.Tensor.inner,
+        torch.mv,
+        torch.addmv,
+        torch.dot,
+        torch.Tensor.mv,
+        torch.Tensor.addmv,
+        torch.Tensor.dot,
+        torch.Tensor.addmm_,
+        torch.Tensor.baddbmm_,
+        torch.Tensor.addmv_,
         F.linear,
     }
 )
-"""What is caught. Left alone, and counted by nobody: matrix times vector (mv, dot), bilinear forms,
-convolutions, attention and RNN composites, products into ``out=``, and in-place ones."""
+"""What is caught, in-place products only to be counted. Not seen, as they are never replaced:
+bilinear forms, convolutions, and attention and RNN composites."""
 
 _PLAIN_TENSORS = (torch.Tensor, nn.Parameter)
 _COPY_NODES = frozenset(
@@ -92,6 +101,7 @@ class ModuleRoute:
         bank: Counters and scales.
         unmatched: Row of the counters for products of which the table does not know.
         slots: Rows of the counters of every entry here.
+        own_slots: Those of entries that are counted here where the module runs compiled.
         weights: Products with a parameter.
         activations: Route by (M, N, K) of products of two activations; None likewise.
     """
@@ -99,6 +109,7 @@ class ModuleRoute:
     bank: Bank
     unmatched: int
     slots: tuple[int, ...]
+    own_slots: tuple[int, ...]
     weights: tuple[WeightRoutes, ...]
     activations: Mapping[Sizes, ProductRoute | None]
 
@@ -150,6 +161,8 @@ def _caught(
         found, side = _route_of(route, module, product, call.tensors)
         if found is not None:
             routed[product.step] = _computing(found, side)
+    if program.has_others:
+        _count_unmatched(route, args, Outcome.LAYOUT)
     if not routed:
         return func(*args, **kwargs)
     if cast_to is None:
@@ -165,6 +178,8 @@ def _understood(
 ) -> tuple[Call | None, Program | None, torch.dtype | None]:
     """Return a call's tensors, what it does, and the dtype to which autocast casts them."""
     if kwargs.get("out") is not None or torch._C._functorch.peek_interpreter_stack() is not None:
+        return None, None, None
+    if is_checkpointed_part():
         return None, None, None
     call = take_apart(func, args, kwargs)
     if call is None or not call.tensors or not all(map(_is_ordinary, call.tensors)):
@@ -194,9 +209,14 @@ def _route_of(
     """Return the route of a product and the side of its parameter; count it if it is not known."""
     sides = [("b", product.source_b), ("a", product.source_a)]
     shown = [(side, tensors[source]) for side, source in sides if source is not None]
+    is_parameter = False
     for side, tensor in shown:
+        parameter = _parameter_shown(tensor, route, module)
+        if parameter is None:
+            continue
+        is_parameter = True
         for weight in route.weights:
-            if _shows(tensor, weight.owner._parameters.get(weight.attribute)):
+            if weight.owner._parameters.get(weight.attribute) is parameter:
                 outputs = product.m if side == "a" else product.n
                 sizes = (outputs, product.k, product.batch)
                 if sizes in weight.products:
@@ -204,31 +224,27 @@ def _route_of(
                 _count_unmatched(route, tensors, Outcome.SHAPE)
                 return None, None
     sizes = (product.m, product.n, product.k)
-    if sizes in route.activations and not any(_is_parameter(x, module) for _, x in shown):
+    if sizes in route.activations and not is_parameter:
         return route.activations[sizes], None
     _count_unmatched(route, tensors, Outcome.SHAPE)
     return None, None
 
 
-def _shows(tensor: Tensor, parameter: Tensor | None) -> bool:
-    """Return whether a tensor shows a parameter's elements, in its memory or in a copy of them."""
-    if parameter is None:
-        return False
-    if tensor is parameter or tensor._base is parameter:
-        return True
-    if tensor.untyped_storage()._cdata == parameter.untyped_storage()._cdata:
-        return True
-    return _copied_from(tensor) is parameter
-
-
-def _is_parameter(tensor: Tensor, module: nn.Module) -> bool:
-    if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
-        return True
-    if isinstance(_copied_from(tensor), nn.Parameter):
-        return True
-    storage = tensor.untyped_storage()._cdata
-    mine = module._parameters.values()
-    return any(p is not None and p.untyped_storage()._cdata == storage for p in mine)
+def _parameter_shown(tensor: Tensor, route: ModuleRoute, module: nn.Module) -> Tensor | None:
+    """Return the parameter whose elements a tensor shows, in memory or in a copy, or None."""
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    if isinstance(tensor._base, nn.Parameter):
+        return tensor._base
+    if tensor.grad_fn is not None:
+        leaf = _copied_from(tensor)
+        return leaf if isinstance(leaf, nn.Parameter) else None
+    storage = tensor.untyped_storage()._cdata  # no trail: a leaf, detached, or without gradients
+    routed = (weight.owner._parameters.get(weight.attribute) for weight in route.weights)
+    for parameter in (*routed, *module._parameters.values()):
+        if parameter is not None and parameter.untyped_storage()._cdata == storage:
+            return parameter
+    return None
 
 
 def _copied_from(tensor: Tensor) -> Tensor | None:
@@ -249,4 +265,4 @@ def _copied_from(tensor: Tensor) -> Tensor | None:
 def _count_unmatched(route: ModuleRoute, values: Any, outcome: Outcome) -> None:
     tensor = next((v for v in values if isinstance(v, Tensor)), None)
     if tensor is not None:
-        route.bank.on(tensor.device).counts[route.unmatched, outcome] += 1
+        route.bank.count(tensor.device, route.unmatched, int(outcome))

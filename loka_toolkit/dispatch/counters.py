@@ -106,6 +106,10 @@ class Bank:
                 self._states[device].loss_scale.copy_(others[0].loss_scale)
         return self._states[device]
 
+    def count(self, device: torch.device, row: int, outcome: int) -> None:
+        """Add one to a counter, on the device and without a synchronization."""
+        self.on(device).counts[row, outcome].add_(1)
+
     def anywhere(self) -> DeviceState:
         """Return the tensors on the device where the model was when the table was installed."""
         return next(iter(self._states.values()))

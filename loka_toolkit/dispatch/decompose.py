@@ -1,7 +1,7 @@
 """What a call such as ``torch.matmul`` does in terms of aten: learned from aten itself.
 
-``matmul``, ``linear``, ``einsum`` and their like are compositions of views, copies and of mm,
-addmm, bmm or baddbmm, and which ones depends on shapes, strides and on who needs gradients. Instead
+``matmul``, ``linear``, ``einsum`` and their like are compositions of views, copies and of mm, bmm,
+mv and the like, and which ones depends on shapes, strides and on who needs gradients. Instead
 of repeating these rules, which change with torch's versions, a call is run once on tensors without
 data (the ``meta`` device) while a dispatch mode writes down the operators. What was written down
 can be run again on the real tensors, with autograd, and is then what aten would have done, operator
@@ -11,6 +11,7 @@ by operator, except that a product can be computed by something else.
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,8 +26,16 @@ FIRST_FACTOR: dict[Any, int] = {
     aten.bmm.default: 0,
     aten.addmm.default: 1,
     aten.baddbmm.default: 1,
+    aten.mv.default: 0,
+    aten.addmv.default: 1,
+    aten.dot.default: 0,
 }
 """The products that a candidate may compute, and the position of their left factor."""
+
+_OTHER_PRODUCTS = frozenset(
+    {aten.addmm_, aten.baddbmm_, aten.addmv_, aten.addbmm, aten._addmm_activation, aten._int_mm}
+)
+"""Products that no candidate computes: in place, fused with an activation, summed over a batch."""
 
 _SHOWING = frozenset(
     {
@@ -99,10 +108,12 @@ class Program:
         products: The products in it, in order.
         is_plain: Whether it holds nothing but products, views, copies and additions, so that
             autocast treats all of it alike.
+        has_others: Whether it holds a product that no candidate computes.
     """
 
     products: tuple[Product, ...]
     is_plain: bool
+    has_others: bool
     _steps: tuple[_Step, ...]
     _result: Any
     _values: int
@@ -165,6 +176,7 @@ def cast_as_autocast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 _PROGRAMS: dict[tuple[Any, ...], Program | None] = {}
+_LOCK = threading.Lock()
 
 
 def program_of(
@@ -188,11 +200,12 @@ def program_of(
     """
     key = (call.key, cast_to)
     if key in _PROGRAMS:
-        return _PROGRAMS[key]
-    if len(_PROGRAMS) >= MOST_PROGRAMS:
-        _PROGRAMS.pop(next(iter(_PROGRAMS)), None)
+        return _PROGRAMS.get(key)
     program = _learn(func, args, kwargs, cast_to)
-    _PROGRAMS[key] = program
+    with _LOCK:
+        if len(_PROGRAMS) >= MOST_PROGRAMS:
+            _PROGRAMS.pop(next(iter(_PROGRAMS)))
+        _PROGRAMS[key] = program
     return program
 
 
@@ -282,8 +295,8 @@ def _learn(func: Any, args: Any, kwargs: Any, cast_to: torch.dtype | None) -> Pr
             Product(
                 step=number,
                 batch=left.shape[0] if left.ndim == 3 else 1,
-                m=left.shape[-2],
-                n=right.shape[-1],
+                m=left.shape[-2] if left.ndim > 1 else 1,
+                n=right.shape[-1] if right.ndim > 1 else 1,
                 k=left.shape[-1],
                 source_a=writer.sources.get(a.number),
                 source_b=writer.sources.get(b.number),
@@ -293,6 +306,7 @@ def _learn(func: Any, args: Any, kwargs: Any, cast_to: torch.dtype | None) -> Pr
     return Program(
         products=tuple(products),
         is_plain=all(step.op.overloadpacket in plain for step in writer.steps),
+        has_others=any(step.op.overloadpacket in _OTHER_PRODUCTS for step in writer.steps),
         _steps=tuple(writer.steps),
         _result=result,
         _values=writer.values,

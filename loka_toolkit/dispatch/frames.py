@@ -17,10 +17,14 @@ from torch.overrides import TorchFunctionMode
 
 
 class _State(threading.local):
-    """The frame of this thread, the mode that catches for it, and whether that one is on."""
+    """The frame of this thread, the mode that catches for it, and whether that one is on.
+
+    ``saves_with`` is what torch.utils.checkpoint had in place when the frame began.
+    """
 
     module: nn.Module | None = None
     route: Any = None
+    saves_with: Any = None
     mode: TorchFunctionMode | None = None
     is_on: bool = False
 
@@ -47,11 +51,13 @@ def run_in_frame(
         kwargs: Its keyword arguments.
     """
     state = STATE
-    before = state.module, state.route
+    before = state.module, state.route, state.saves_with
     was_on = state.is_on
     if state.mode is None and new_mode is not None:
         state.mode = new_mode()
     state.module, state.route = module, route
+    if route is not None:
+        state.saves_with = _checkpoint()
     if route is not None and not was_on:
         _switch_on(state)
     elif route is None and was_on:
@@ -59,7 +65,7 @@ def run_in_frame(
     try:
         return call(*args, **kwargs)
     finally:
-        state.module, state.route = before
+        state.module, state.route, state.saves_with = before
         if state.is_on and not was_on:
             _switch_off(state)
         elif was_on and not state.is_on:
@@ -71,9 +77,25 @@ def is_catching() -> bool:
     return STATE.is_on
 
 
+def is_checkpointed_part() -> bool:
+    """Return whether a checkpoint began within the innermost frame and has not ended.
+
+    What it covers is computed again in backward, when no module is running: a product that was
+    routed the first time would not be the second time, and autograd insists that both save alike.
+    """
+    return _checkpoint() is not STATE.saves_with
+
+
+def _checkpoint() -> Any:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None or "checkpoint" not in getattr(hooks[0], "__qualname__", ""):
+        return None
+    return hooks[0]
+
+
 def _switch_on(state: _State) -> None:
     if state.mode is not None:
-        state.mode.__enter__()
+        state.mode.__enter__()  # type: ignore[no-untyped-call]
         state.is_on = True
 
 

@@ -61,6 +61,10 @@ def predicted_fastest(options: Mapping[Role, tuple[Option, ...]], predict: Predi
     picked: dict[Role, Picked] = {}
     passed: dict[Role, Refusal] = {}
     for role, found in options.items():
+        if any(cell.batch > 1 for cell in found[0].cells):
+            detail = "the roofline says nothing of a batch, which some kernels compute one by one"
+            passed[role] = Refusal(MissReason.NOT_FASTER, detail)
+            continue
         known = []
         for option in found:
             speedups = [predict(problem_of(cell), option.recipe) for cell in option.cells]

@@ -11,7 +11,9 @@ import dataclasses
 import itertools
 from collections.abc import Mapping
 
+import torch
 from torch import nn
+from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from loka_toolkit.artifacts.sites import ROOT_FQN, canonical_fqn
 from loka_toolkit.dispatch.wrapping import RoutedModule, plain_class
@@ -99,7 +101,9 @@ class Places:
         return tuple(
             running
             for path, running in self.paths
-            if self.innermost(path) is running and _owner_of_product(path, place) == first
+            if _owner_of_product(path, place) == first
+            and self.innermost(path) is running
+            and not never_runs(running)
         )
 
 
@@ -129,9 +133,14 @@ def has_products(module: nn.Module) -> bool:
 
 
 def never_runs(module: nn.Module) -> bool:
-    """Return whether a module has no forward, as the lists and dictionaries of ``torch.nn``."""
-    unimplemented = nn.Module.forward
-    return type(module).forward is unimplemented and "forward" not in module.__dict__
+    """Return whether a module has no forward, as the lists and dictionaries of ``torch.nn``.
+
+    The last layer of PyTorch's attention has one, and is computed by a function all the same.
+    """
+    if isinstance(module, torch.jit.ScriptModule) or "forward" in module.__dict__:
+        return False
+    plain = plain_class(type(module)) if isinstance(module, RoutedModule) else type(module)
+    return plain.forward is nn.Module.forward or plain is NonDynamicallyQuantizableLinear
 
 
 def _joined(prefix: str, name: str) -> str:

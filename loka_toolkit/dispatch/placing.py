@@ -120,9 +120,12 @@ def place_routes(plan: RoutePlan, bank: Bank, device_type: str) -> None:
     caught = {id(found.module) for found in plan.modules}
     for number, found in enumerate(plan.modules):
         mine = tuple(s for group in found.groups for s in slots_of.get(id(group), ()))
+        own = tuple(s for g in found.groups if _is_own(g, found) for s in slots_of.get(id(g), ()))
+        weights, activations = _routes_of(found, made)
         unmatched = len(plan.entries) + number
-        _give(found.module, _module_route(found, bank, unmatched, mine, made), classes)
-    followed = ModuleRoute(bank, 0, (), (), {})
+        caught_by = ModuleRoute(bank, unmatched, mine, own, weights, activations)
+        _give(found.module, caught_by, classes)
+    followed = ModuleRoute(bank, 0, (), (), (), {})
     for module in _followed(plan.modules):
         if id(module) not in caught and not isinstance(module, RoutedLinear):
             _give(module, followed, classes)
@@ -140,14 +143,18 @@ def _caught_modules(routed: Iterable[SiteGroup], resolution: Resolution) -> list
     ]
 
 
-def _module_route(
-    found: CaughtModule,
-    bank: Bank,
-    unmatched: int,
-    slots: tuple[int, ...],
-    made: dict[int, ProductRoute],
-) -> ModuleRoute:
-    """Return the route of a module; a product with an entry is not one that is left alone."""
+def _is_own(group: SiteGroup, caught: CaughtModule) -> bool:
+    """Return whether a module is the innermost that may compute a group's products."""
+    return group.layer is None and group.runners[-1] is caught.module
+
+
+def _routes_of(
+    found: CaughtModule, made: dict[int, ProductRoute]
+) -> tuple[tuple[WeightRoutes, ...], dict[Sizes, ProductRoute | None]]:
+    """Return what a module's products are routed by, with and without a parameter.
+
+    A product with an entry is not one that is left alone, whatever the table says of others.
+    """
     weights: dict[int, tuple[Place, dict[Sizes, ProductRoute | None]]] = {}
     activations: dict[Sizes, ProductRoute | None] = {}
     for group in sorted(found.groups, key=lambda group: not group.roles):
@@ -155,13 +162,8 @@ def _module_route(
         if group.place is not None:
             products = weights.setdefault(id(group.place.parameter), (group.place, {}))[1]
         products.setdefault(group.signature.sizes, made.get(id(group)))
-    return ModuleRoute(
-        bank,
-        unmatched,
-        slots,
-        tuple(WeightRoutes(p.owner, p.attribute, products) for p, products in weights.values()),
-        activations,
-    )
+    by_weight = [WeightRoutes(p.owner, p.attribute, products) for p, products in weights.values()]
+    return tuple(by_weight), activations
 
 
 def _followed(modules: Iterable[CaughtModule]) -> Iterable[nn.Module]:
@@ -171,7 +173,7 @@ def _followed(modules: Iterable[CaughtModule]) -> Iterable[nn.Module]:
         for inner in caught.module.modules():
             if id(inner) not in seen and has_products(inner) and not never_runs(inner):
                 seen.add(id(inner))
-                if type(inner).__name__ != "OptimizedModule" and why_not_wrappable(inner) is None:
+                if why_not_wrappable(inner) is None:
                     yield inner
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable, Entry, MissReason
@@ -60,8 +61,16 @@ def product_mismatch(entry: Entry, places: Places) -> str | None:
     )
 
 
-def why_not_routable(entry: Entry, places: Places) -> str | None:
-    """Return None if the product of an entry can be caught, else one clause that says why not."""
+def why_not_routable(
+    entry: Entry, places: Places, unfollowed: dict[nn.Module, str | None]
+) -> str | None:
+    """Return None if the product of an entry can be caught, else one clause that says why not.
+
+    Args:
+        entry: The entry.
+        places: The parts of the model.
+        unfollowed: What was found of each module already; filled here.
+    """
     if entry.weight is None and entry.token_axis != BATCH_AXIS:
         return "the entry does not name the parameter it multiplies; build the table again"
     signature = signature_of(entry)
@@ -70,20 +79,23 @@ def why_not_routable(entry: Entry, places: Places) -> str | None:
     module = places.innermost(entry.fqn)
     if module is None:
         return "its path is ambiguous"
+    if not never_runs(module) and (why := why_not_wrappable(module)) is not None:
+        return why
     runners = _runners(entry.fqn, signature, places)
     if not runners:
         return "no module runs it"
-    if not never_runs(module):
-        why = why_not_wrappable(module)
-        if why is not None:
-            return why
     for runner in runners:
-        for name, inner in runner.named_modules():
-            if has_products(inner) and not _is_followed(inner):
-                return (
-                    f"what {name or 'it'} multiplies could not be told from its own: "
-                    f"{why_not_wrappable(inner)}"
-                )
+        if runner not in unfollowed:
+            unfollowed[runner] = _why_not_followed(runner)
+    return next((why for r in runners if (why := unfollowed[r]) is not None), None)
+
+
+def _why_not_followed(runner: nn.Module) -> str | None:
+    """Return why the products of what is inside of a module cannot be told from its own."""
+    for name, inner in runner.named_modules():
+        if has_products(inner) and not _is_followed(inner):
+            why = why_not_wrappable(inner)
+            return f"what {name or 'it'} multiplies could not be told from its own: {why}"
     return None
 
 
@@ -127,10 +139,14 @@ def group_sites(
                 signature=signature,
                 runners=_runners(fqn, signature, places),
                 roles=roles,
-                calls={r: tuple(o.entry.call for o in by_role[r]) for r in roles},
+                calls={r: _in_order(o.entry.call for o in by_role[r]) for r in roles},
             )
         )
     return (*groups, *_known_misses(table, places)), tuple(statuses)
+
+
+def _in_order(calls: Iterable[int | str]) -> tuple[int | str, ...]:
+    return tuple(sorted(calls, key=lambda call: (isinstance(call, str), call)))
 
 
 def layer_groups(
@@ -170,6 +186,5 @@ def _runners(fqn: str, signature: Signature, places: Places) -> tuple[nn.Module,
 
 def _is_followed(module: nn.Module) -> bool:
     """Return whether the runtime knows when a module runs, or need not know."""
-    if type(module).__name__ in ("OptimizedModule", "ScriptModule", "RecursiveScriptModule"):
-        return True  # what runs compiled is not caught
-    return never_runs(module) or why_not_wrappable(module) is None
+    is_scripted = isinstance(module, torch.jit.ScriptModule)  # its products are not caught
+    return is_scripted or never_runs(module) or why_not_wrappable(module) is None

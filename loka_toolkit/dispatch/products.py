@@ -62,7 +62,7 @@ def route_product(
     """Return what ``op`` returns, each product through its route.
 
     Args:
-        op: mm, addmm, bmm or baddbmm.
+        op: One of the products that a candidate may compute.
         args: Its arguments: addend if any, left factor, right factor.
         kwargs: ``alpha`` and ``beta``, if given.
         route: The route.
@@ -78,7 +78,7 @@ def route_product(
 
 
 class _RoutedProduct(torch.autograd.Function):
-    """out = alpha a b + beta addend and its gradients; a, b are matrices or batches of them."""
+    """out = alpha a b + beta addend and its gradients; a, b: matrices, batches of them, vectors."""
 
     @staticmethod
     def forward(
@@ -96,15 +96,18 @@ class _RoutedProduct(torch.autograd.Function):
         ctx.is_column_major = tuple(
             x.ndim == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0] for x in (a, b)
         )
+        ctx.ndims = a.ndim, b.ndim
+        left, right = _as_matrices(a, b)
         role = route.roles.get(Role.FWD)
-        ctx.tokens = _tokens(a, b, written.side)
+        ctx.tokens = _tokens(left, right, written.side)
         if not _takes(route, role, a, ctx.tokens):
             out: Tensor = written.op(*written.args, **written.kwargs)
             return out
-        left, right = (b.mT, a.mT) if written.side == "a" else (a, b)
-        product = _hit(left, right, route.bank, role)
         if written.side == "a":
-            product = product.mT.contiguous()  # views of aten's contiguous result may follow
+            product = _hit(right.mT, left.mT, route.bank, role).mT.contiguous()
+        else:
+            product = _hit(left, right, route.bank, role)
+        product = _as_written(product, ctx.ndims)  # contiguous, as aten's: views of it may follow
         if ctx.alpha != 1:
             product = product * ctx.alpha
         if addend is not None and ctx.beta != 0:
@@ -115,36 +118,58 @@ class _RoutedProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        route, side, tokens = ctx.route, ctx.side, ctx.tokens
-        needs_a, needs_b, needs_addend = ctx.needs_input_grad[:3]
-        of_a = {"a": Role.WGRAD, "b": Role.DGRAD, None: Role.GRAD_A}[side]
-        of_b = {"a": Role.DGRAD, "b": Role.WGRAD, None: Role.GRAD_B}[side]
-        column_a, column_b = ctx.is_column_major
         grad_a = grad_b = grad_addend = None
-        if needs_a:
-            role = route.roles.get(of_a)
-            if _takes(route, role, grad, tokens):
-                grad_a = _hit(grad, b.mT, route.bank, role)
-            elif column_a:
-                grad_a = torch.mm(b, grad.t()).t()
-            else:
-                grad_a = _multiply(grad, b.mT)
-            grad_a = _scaled(grad_a, ctx.alpha)
-        if needs_b:
-            role = route.roles.get(of_b)
-            if _takes(route, role, grad, tokens):
-                if side is None:
-                    grad_b = _hit(a.mT, grad, route.bank, role)
-                else:
-                    grad_b = _hit(grad.mT, a, route.bank, role).mT
-            elif column_b:
-                grad_b = torch.mm(grad.t(), a).t()
-            else:
-                grad_b = _multiply(a.mT, grad)
-            grad_b = _scaled(grad_b, ctx.alpha)
-        if needs_addend:
+        if ctx.needs_input_grad[0]:
+            grad_a = _scaled(_gradient_of_a(ctx, grad, b), ctx.alpha)
+        if ctx.needs_input_grad[1]:
+            grad_b = _scaled(_gradient_of_b(ctx, grad, a), ctx.alpha)
+        if ctx.needs_input_grad[2]:
             grad_addend = _scaled(grad, ctx.beta)  # autograd adds up what was broadcast
         return grad_a, grad_b, grad_addend, None, None
+
+
+def _gradient_of_a(ctx: Any, grad: Tensor, b: Tensor) -> Tensor:
+    """Return g b^T; with a vector b that is an outer product, which contracts over nothing."""
+    route: ProductRoute = ctx.route
+    role = route.roles.get({"a": Role.WGRAD, "b": Role.DGRAD, None: Role.GRAD_A}[ctx.side])
+    if ctx.ndims[1] == 1:
+        return grad.ger(b) if ctx.ndims[0] == 2 else grad * b
+    if _takes(route, role, grad, ctx.tokens):
+        return _hit(grad, b.mT, route.bank, role)
+    if ctx.is_column_major[0]:
+        return torch.mm(b, grad.t()).t()
+    return torch.bmm(grad, b.mT) if grad.ndim == 3 else torch.mm(grad, b.mT)
+
+
+def _gradient_of_b(ctx: Any, grad: Tensor, a: Tensor) -> Tensor:
+    """Return a^T g."""
+    route: ProductRoute = ctx.route
+    role = route.roles.get({"a": Role.DGRAD, "b": Role.WGRAD, None: Role.GRAD_B}[ctx.side])
+    if ctx.ndims[0] == 1:
+        return grad * a
+    is_vector = ctx.ndims[1] == 1
+    if _takes(route, role, grad, ctx.tokens):
+        g = grad.unsqueeze(1) if is_vector else grad
+        if ctx.side is None:
+            product = _hit(a.mT, g, route.bank, role)
+        else:
+            product = _hit(g.mT, a, route.bank, role).mT
+        return product.squeeze(1) if is_vector else product
+    if is_vector:
+        return torch.mv(a.t(), grad)
+    if ctx.is_column_major[1]:
+        return torch.mm(grad.t(), a).t()
+    return torch.bmm(a.mT, grad) if grad.ndim == 3 else torch.mm(a.mT, grad)
+
+
+def _as_matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the factors with vectors as a row on the left and as a column on the right."""
+    return a.unsqueeze(0) if a.ndim == 1 else a, b.unsqueeze(1) if b.ndim == 1 else b
+
+
+def _as_written(product: Tensor, ndims: tuple[int, int]) -> Tensor:
+    product = product.squeeze(-1) if ndims[1] == 1 else product
+    return product.squeeze(-1) if ndims[0] == 1 else product
 
 
 def _takes(route: ProductRoute, role: RoleRoute | None, operand: Tensor, tokens: int) -> bool:
@@ -154,7 +179,7 @@ def _takes(route: ProductRoute, role: RoleRoute | None, operand: Tensor, tokens:
     outcome = role.outcome(tokens, operand.dtype, operand.device.type)
     if outcome is Outcome.HIT:
         return True
-    route.bank.on(operand.device).counts[role.slot, outcome] += 1
+    route.bank.count(operand.device, role.slot, int(outcome))
     return False
 
 
@@ -171,10 +196,6 @@ def _tokens(a: Tensor, b: Tensor, side: str | None) -> int:
     if side is None:
         return a.shape[0] if a.ndim == 3 else 1
     return b.shape[-1] if side == "a" else a.shape[-2]
-
-
-def _multiply(a: Tensor, b: Tensor) -> Tensor:
-    return torch.bmm(a, b) if a.ndim == 3 else torch.mm(a, b)
 
 
 def _scaled(x: Tensor, factor: Any) -> Tensor:

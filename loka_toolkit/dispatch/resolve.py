@@ -70,6 +70,7 @@ def resolve(
     mismatches: list[str] = []
     layers: dict[tuple[int, Role], list[tuple[nn.Module, ResolvedEntry]]] = {}
     products: list[ResolvedEntry] = []
+    unfollowed: dict[nn.Module, str | None] = {}
     for entry in table.entries:
         module = _module_of(entry, places)
         odd = module if isinstance(module, str) else _mismatch(entry, module, places)
@@ -77,7 +78,10 @@ def resolve(
             mismatches.append(str(odd))
             continue
         is_layer = is_linear(module)
-        why = _why_not_layer(entry, module) if is_layer else why_not_routable(entry, places)
+        if is_layer:
+            why = _why_not_layer(entry, module)
+        else:
+            why = why_not_routable(entry, places, unfollowed)
         if why is not None:
             sites.append(miss(entry, MissReason.NOT_REPLACEABLE, why))
             continue

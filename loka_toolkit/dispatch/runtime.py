@@ -54,7 +54,7 @@ def gemm(
         product = candidate.run(
             candidate.prepare(a, Side.A, scale_a), candidate.prepare(b, Side.B, scale_b), out_dtype
         )
-    owner.on(a.device).counts[slot, Outcome.HIT] += 1
+    owner.count(a.device, slot, int(Outcome.HIT))
     return product.contiguous()
 
 
@@ -90,7 +90,7 @@ def missed_linear(
     """
     with torch.autocast(x.device.type, enabled=False):
         product = F.linear(x, weight, bias)
-    bank(bank_id).on(x.device).counts[slot, outcome] += 1
+    bank(bank_id).count(x.device, slot, outcome)
     return product.contiguous()
 
 
@@ -106,7 +106,7 @@ def missed_mm(a: Tensor, b: Tensor, bank_id: int, slot: int, outcome: int) -> Te
     """Multiply [M, K] and [K, N] in their own precision, and count a miss."""
     with torch.autocast(a.device.type, enabled=False):
         product = torch.mm(a, b)
-    bank(bank_id).on(a.device).counts[slot, outcome] += 1
+    bank(bank_id).count(a.device, slot, outcome)
     return product
 
 
@@ -125,7 +125,7 @@ def count_misses(counts: Tensor, slots: list[int], outcome: int) -> None:
         outcome: Why they are misses.
     """
     for slot in slots:
-        counts[slot, outcome] += 1
+        counts[slot, outcome].add_(1)
 
 
 @count_misses.register_fake

@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import copy
 import copyreg
+import dataclasses
+import functools
+import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,15 +19,14 @@ from torch import nn
 
 from loka_toolkit.dispatch.catching import ModuleRoute, ProductMode, WeightRoutes
 from loka_toolkit.dispatch.counters import Bank, Outcome
-from loka_toolkit.dispatch.frames import run_in_frame
+from loka_toolkit.dispatch.frames import STATE, run_in_frame
 from loka_toolkit.dispatch.runtime import ROUTE_ATTRIBUTE, RoutedLinear, count_misses
 
 
 class RoutedModule(nn.Module):
     """A module with a route, or one inside such a module: mixed in before the module's own class.
 
-    Calling it makes it the innermost frame. ``module.forward()`` by-passes that as it by-passes
-    hooks, so its products belong to the module that called it, for the recorder as for the runtime.
+    Calling it, or its ``forward``, makes it the innermost frame.
     """
 
     loka_route: ModuleRoute | None = None
@@ -33,14 +36,16 @@ class RoutedModule(nn.Module):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module, its products being caught."""
-        route = self.loka_route
-        if torch.compiler.is_compiling() or self._compiled_call_impl is not None:
-            if route is not None and route.slots:
-                counts = route.bank.anywhere().counts
-                count_misses(counts, list(route.slots), int(Outcome.ENV))
+        if torch.compiler.is_compiling():
             return super().__call__(*args, **kwargs)
-        caught = route if route is not None and route.slots else None
-        return run_in_frame(self, caught, ProductMode, super().__call__, args, kwargs)
+        return run_in_frame(self, self._caught(), ProductMode, super().__call__, args, kwargs)
+
+    def _caught(self) -> ModuleRoute | None:
+        """Return the route if there is something to catch in a call that is not compiled."""
+        route = self.loka_route
+        if route is None or not route.slots or self._compiled_call_impl is not None:
+            return None
+        return route
 
     def extra_repr(self) -> str:
         """Return what the module's own class says, and how many entries its products have."""
@@ -87,10 +92,35 @@ def routed_class(plain: type[nn.Module]) -> type[nn.Module]:
     Raises:
         TypeError: If the class or its metaclass forbids it.
     """
-    names = {"__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    names = {
+        "__module__": plain.__module__,
+        "__qualname__": plain.__qualname__,
+        "forward": _framed(plain),
+    }
     metaclass: Any = type(plain)
     made: type[nn.Module] = metaclass(plain.__name__, (RoutedModule, plain), names)
     return made
+
+
+def _framed(plain: type[nn.Module]) -> Callable[..., Any]:
+    """Return a class's forward in a frame of its own, if it was not called through the module.
+
+    Compiled, it counts the products that it does not route.
+    """
+
+    @functools.wraps(plain.forward)
+    def forward(self: RoutedModule, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            route = self.loka_route
+            if route is not None and route.own_slots:
+                counts = route.bank.anywhere().counts
+                count_misses(counts, list(route.own_slots), int(Outcome.ENV))
+        elif STATE.module is not self:
+            run = plain.forward.__get__(self)
+            return run_in_frame(self, self._caught(), ProductMode, run, args, kwargs)
+        return plain.forward(self, *args, **kwargs)
+
+    return forward
 
 
 def plain_class(routed: type[nn.Module]) -> type[nn.Module]:
@@ -108,6 +138,15 @@ def why_not_wrappable(module: nn.Module) -> str | None:
         return f"the module is a {plain.__name__}, compiled by TorchScript"
     if isinstance(module, RoutedModule | RoutedLinear):
         return None
+    if plain not in _WHY_NOT:
+        _WHY_NOT[plain] = _why_no_subclass(plain)
+    return _WHY_NOT[plain]
+
+
+_WHY_NOT: weakref.WeakKeyDictionary[type[nn.Module], str | None] = weakref.WeakKeyDictionary()
+
+
+def _why_no_subclass(plain: type[nn.Module]) -> str | None:
     try:
         probe = object.__new__(plain)
         probe.__class__ = routed_class(plain)
@@ -148,7 +187,7 @@ def _copied_route(route: ModuleRoute, memo: dict[int, Any]) -> ModuleRoute:
         WeightRoutes(copy.deepcopy(weight.owner, memo), weight.attribute, weight.products)
         for weight in route.weights
     )
-    return ModuleRoute(route.bank, route.unmatched, route.slots, weights, route.activations)
+    return dataclasses.replace(route, weights=weights)
 
 
 def _without_route(part: Any) -> Any:

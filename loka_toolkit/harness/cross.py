@@ -2,9 +2,9 @@
 
 Drawn apart, g and x give a wgrad product that is nothing but noise. The recorded cross moment C is
 put back by a regression: ``g + x B^T`` with ``B = C S^-1`` and S the second moment of x has it in
-expectation. From step to step the gradient changes sign along C, whose mean is therefore smaller
-than its root mean square, which the recorded norm of the product tells: C is drawn with a normal
-factor that has it. Norms of the rows of g and x follow their recorded rank correlation.
+expectation. From step to step the gradient changes sign and size along C, so C is drawn with a
+normal factor whose mean square gives the product its recorded norm. The norms of the rows of g and
+x are drawn with the dependence under which the product's noise, E |g|^2 |x|^2, is the recorded one.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy import special
 
+from loka_toolkit.artifacts.trace import NORM_LEVELS
 from loka_toolkit.errors import ArtifactCorruptError
-from loka_toolkit.harness.directions import DirectionSampler
+from loka_toolkit.harness.directions import DirectionSampler, scaled_norms
 from loka_toolkit.harness.features import FeatureMoments, Vector, vector
 from loka_toolkit.harness.normal import tensor_of
 
 _RIDGE = 1e-3
+_MOST_RHO = 0.999
+_DRAWS = 1 << 15
 _MOST_EXPLAINED = 0.9
 """Share of g that the regression may explain at most: a sampled C explains a little too much."""
 
@@ -92,10 +96,16 @@ class CrossMoments:
 
     @classmethod
     def pooled(cls, parts: Sequence[CrossMoments]) -> CrossMoments:
-        """Return the mean over ranks."""
-        share = 1 / len(parts)
+        """Return the mean over ranks, each on the side of the first; see the recorder's."""
+        first, share = parts[0], 1 / len(parts)
+        sides = [
+            -share
+            if np.sum((first.left @ part.left.T) * (first.right @ part.right.T)) < 0
+            else share
+            for part in parts
+        ]
         return cls(
-            np.concatenate([part.left * share for part in parts]),
+            np.concatenate([part.left * side for part, side in zip(parts, sides, strict=True)]),
             np.concatenate([part.right for part in parts]),
             float(np.mean([part.product_square for part in parts])),
             float(np.mean([part.norm_product for part in parts])),
@@ -123,8 +133,7 @@ class CrossSampler:
         device: torch.device,
     ) -> None:
         self._directions = directions
-        # Spearman's correlation of a bivariate normal is 6/pi asin(rho/2) (Pearson 1907).
-        self._rho = max(-0.999, min(0.999, 2 * math.sin(math.pi * cross.norm_correlation / 6)))
+        self._rho = norm_dependence(cross, x, scaled_norms(g))
         solved = inverse_second_moment(x, cross.right.T)
         regression = cross.left.T @ solved.T
         explained = float(np.einsum("or,ri,oi->", cross.left.T, cross.right, regression))
@@ -132,7 +141,7 @@ class CrossSampler:
         self._share = explained / whole if whole > 0 else 0.0
         self._solved = tensor_of(solved, device)
         self._left = tensor_of(cross.left, device)
-        self._sizes = amplitudes(cross, rows=x.count / max(x.steps, 1))
+        self._size = amplitude(cross, rows=x.count / max(x.steps, 1))
 
     def sample(self, x: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
         """Return g [rows, O], float32, for x [rows, I]."""
@@ -142,8 +151,7 @@ class CrossSampler:
         score = torch.special.ndtri((ranks.to(torch.float64) + 0.5) / max(rows, 1))
         scores = self._rho * score + math.sqrt(1 - self._rho**2) * noise
         g = self._directions.sample(rows, generator, scores)
-        chance = float(torch.randn((), generator=generator, device=device))
-        size = self._sizes[0] + self._sizes[1] * chance
+        size = self._size * float(torch.randn((), generator=generator, device=device))
         explained = min(_MOST_EXPLAINED, size**2 * self._share)
         if self._share <= 0 or explained <= 0:
             return g
@@ -151,18 +159,45 @@ class CrossSampler:
         return g * math.sqrt(1 - explained) + size * ((x @ self._solved) @ self._left)
 
 
-def amplitudes(cross: CrossMoments, rows: float) -> tuple[float, float]:
-    """Return the constant and the random factor of the mean of g x^T.
+def amplitude(cross: CrossMoments, rows: float) -> float:
+    """Return the root mean square of the factor of the mean of g x^T.
 
     The square of a product over T independent rows is, divided by T^2, ``|C|^2 (T - 1) / T`` and
     the noise ``E |g|^2 |x|^2 / T``.
     """
     have = cross.square
     if have <= 0 or rows <= 1:
-        return 0.0, 0.0
+        return 0.0
     want = max(0.0, (cross.product_square - cross.norm_product / rows) * rows / (rows - 1))
-    ratio = want / have
-    return min(1.0, math.sqrt(ratio)), math.sqrt(max(0.0, ratio - 1.0))
+    return math.sqrt(want / have)
+
+
+def norm_dependence(cross: CrossMoments, x: FeatureMoments, norms: Vector) -> float:
+    """Return the correlation of the normal scores of |g| and |x|.
+
+    That with which E |g|^2 |x|^2 is the recorded one; where the norms of x are not known, that of
+    the recorded rank correlation (Spearman's is 6/pi asin(rho/2); Pearson 1907).
+
+    Args:
+        cross: What was recorded of both.
+        x: Moments of x.
+        norms: Norms of g at ``NORM_LEVELS``.
+    """
+    by_rank = max(-_MOST_RHO, min(_MOST_RHO, 2 * math.sin(math.pi * cross.norm_correlation / 6)))
+    if not x.norm_quantiles.size:
+        return by_rank
+    first, second = np.random.default_rng(0).standard_normal((2, _DRAWS))
+    squares = np.interp(special.ndtr(first), NORM_LEVELS, scaled_norms(x)) ** 2
+
+    def product(rho: float) -> float:
+        scores = rho * first + math.sqrt(1 - rho**2) * second
+        return float(np.mean(squares * np.interp(special.ndtr(scores), NORM_LEVELS, norms) ** 2))
+
+    low, high = -_MOST_RHO, _MOST_RHO
+    for _ in range(20):
+        middle = (low + high) / 2
+        low, high = (middle, high) if product(middle) < cross.norm_product else (low, middle)
+    return (low + high) / 2
 
 
 def inverse_second_moment(x: FeatureMoments, columns: Vector) -> Vector:

@@ -31,7 +31,7 @@ from loka_toolkit.harness.features import FeatureMoments, TensorMoments
 from loka_toolkit.harness.marginals import CopulaSampler
 from loka_toolkit.harness.moments import MomentsOfTrace
 from loka_toolkit.harness.normal import NormalSampler
-from loka_toolkit.harness.spectra import SpectrumSampler
+from loka_toolkit.harness.spectra import SpectrumMoments, SpectrumSampler
 from loka_toolkit.harness.workloads import Factor, Workload
 
 FROM_MOMENTS = "moments"
@@ -74,25 +74,29 @@ class _Source:
 
     Attributes:
         samplers: One for each kind of product; product i is of kind i modulo their number.
-        rows: Rows of a matrix that make one sample, or all of them.
-        first: First feature of the operand in a sample.
+        is_whole: Whether a whole matrix is one sample, and not each of its rows.
+        is_shared: Whether all products of a batch have the same matrix.
+        first: First feature of the operand in a joint sample; None if samples are its own.
         reason: Why this is not the recorded distribution, or None.
     """
 
     samplers: tuple[Sampler, ...]
     is_whole: bool = False
-    first: int = 0
+    is_shared: bool = False
+    first: int | None = None
     reason: str | None = None
 
     def sample(self, batch: int, rows: int, width: int, generator: torch.Generator) -> torch.Tensor:
         """Return matrices [batch, rows, width], float32."""
+        if self.is_shared:
+            return self.samplers[0].sample(rows, generator).expand(batch, rows, width)
         kinds = len(self.samplers)
         parts = []
         for kind, sampler in enumerate(self.samplers):
             products = len(range(kind, batch, kinds))
             count = products if self.is_whole else products * rows
             drawn = sampler.sample(count, generator)
-            if self.is_whole:
+            if self.first is not None:
                 drawn = drawn[:, self.first : self.first + rows * width]
             parts.append(drawn.reshape(products, rows, width))
         if kinds == 1:
@@ -149,8 +153,7 @@ class InputDrawer:
         if source.reason is not None:
             reasons.append(source.reason)
         # Both factors of a joint sample come from the same numbers.
-        is_joint = source.is_whole and factor.operand is not Operand.G
-        name = _JOINT if is_joint else factor.operand.value
+        name = _JOINT if source.first is not None else factor.operand.value
         generator = self._generator(workload, name, index)
         return source.sample(batch, factor.rows, factor.width, generator)
 
@@ -202,21 +205,27 @@ class InputDrawer:
 
     def _new_source(self, workload: Workload, factor: Factor) -> _Source:
         layer, name = workload.site.layer, factor.operand.value
-        if factor.operand is Operand.W:
-            spectra = self._moments.spectra(layer, factor.width)
-            rows = factor.rows // max(len(spectra), 1)
-            fits = all(s.left.shape[1] in (rows, factor.rows) and s.is_finite for s in spectra)
-            if spectra and fits:
-                return _Source(tuple(SpectrumSampler(s, self._device) for s in spectra))
+        spectra = self._spectra(layer, factor)
+        if spectra and all(s.is_finite for s in spectra):
+            weights = self._weights(workload, factor, spectra)
+            if weights is not None:
+                return weights
         whole = self._whole_matrices(workload, factor)
         if whole is not None:
             return whole
         by_kind = self._moments.slots(layer, name, factor.width, 1)
         if by_kind and all(moments.is_finite for moments in by_kind):
-            return _Source(tuple(self._sampler(moments, factor) for moments in by_kind))
+            reason = None
+            if workload.batched and self._moments.has_whole(layer, factor.operand):
+                reason = f"matrices {name} recorded in another shape: rows drawn one by one"
+            samplers = tuple(self._sampler(moments, factor) for moments in by_kind)
+            return _Source(samplers, reason=reason)
         widths = self._moments.widths(layer, factor.operand)
-        if by_kind:
+        if by_kind or not all(spectrum.is_finite for spectrum in spectra):
             why = f"moments of {name} hold Inf or NaN"
+        elif spectra:
+            outputs = sum(spectrum.outputs for spectrum in spectra)
+            why = f"moments of {name} recorded for {outputs} rows, not {factor.rows}"
         elif widths:
             known = ", ".join(map(str, widths))
             why = f"moments of {name} recorded for width {known}, not {factor.width}"
@@ -231,16 +240,31 @@ class InputDrawer:
         sampler = NormalSampler.from_tensor(tensor, factor.width, self._device)
         return _Source((sampler,), reason=reason)
 
+    def _spectra(self, layer: str, factor: Factor) -> tuple[SpectrumMoments, ...]:
+        return self._moments.spectra(layer, factor.width) if factor.operand is Operand.W else ()
+
+    def _weights(
+        self, workload: Workload, factor: Factor, spectra: tuple[SpectrumMoments, ...]
+    ) -> _Source | None:
+        """Return the source of a weight with the recorded number of rows, or None."""
+        outputs = sum(spectrum.outputs for spectrum in spectra)
+        # One parameter may serve every product of a batch.
+        is_shared = len(spectra) == 1 and factor.rows == outputs
+        if not is_shared and outputs != workload.problem.batch * factor.rows:
+            return None
+        samplers = tuple(SpectrumSampler(spectrum, self._device) for spectrum in spectra)
+        return _Source(samplers, is_shared=is_shared)
+
     def _whole_matrices(self, workload: Workload, factor: Factor) -> _Source | None:
         """Return the source of whole matrices of a batched product, where they were recorded."""
         layer = workload.site.layer
         own = factor.rows * factor.width
         if factor.operand in (Operand.A, Operand.B):
-            features = sum(_sizes(workload))
+            features = sum(rows * width for rows, width in _shapes(workload))
             joint = self._moments.slots(layer, _JOINT, features, 1)
             if joint and all(moments.is_finite for moments in joint):
                 first = 0 if factor.operand is Operand.A else features - own
-                samplers = tuple(self._sampler(moments, factor) for moments in joint)
+                samplers = tuple(self._joint_sampler(workload, at, m) for at, m in enumerate(joint))
                 return _Source(samplers, is_whole=True, first=first)
         name = factor.operand.value
         if not workload.batched or factor.rows < 2:
@@ -250,24 +274,38 @@ class InputDrawer:
             return _Source(tuple(self._sampler(m, factor) for m in whole), is_whole=True)
         return None
 
+    def _joint_sampler(self, workload: Workload, kind: int, moments: FeatureMoments) -> Sampler:
+        parts = []
+        first = 0
+        for name, (rows, width) in zip("ab", _shapes(workload), strict=True):
+            own = self._moments.slots(workload.site.layer, name, width, rows)
+            last = first + rows * width
+            if kind < len(own) and own[kind].norm_quantiles.size:
+                parts.append((slice(first, last), own[kind].norm_quantiles))
+            first = last
+        return CopulaSampler(moments, self._device).with_norms(parts)
+
     def _sampler(self, moments: FeatureMoments, factor: Factor) -> Sampler:
         if factor.operand is Operand.G:
             if moments.norm_quantiles.size:
                 return DirectionSampler(moments, self._device)
             return NormalSampler.from_features(moments, self._device, with_norms=True)
         if moments.marginal_counts is not None:
-            return CopulaSampler(moments, self._device)
+            whole = slice(0, moments.width)
+            return CopulaSampler(moments, self._device).with_norms(
+                [(whole, moments.norm_quantiles)]
+            )
         return NormalSampler.from_features(moments, self._device, with_norms=False)
 
 
-def _sizes(workload: Workload) -> tuple[int, int]:
-    """Return the elements of a and b of one product of activations, whatever the role."""
+def _shapes(workload: Workload) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the shapes of a and b of one product of activations, whatever the role."""
     p = workload.problem
     if p.role is Role.GRAD_A:  # out [M, K] of g [M, N] b^T [N, K], named m, n, k of the product
-        return p.m * p.n, p.n * p.k
+        return (p.m, p.n), (p.n, p.k)
     if p.role is Role.GRAD_B:  # out [K, N] of a^T [K, M] g [M, N]
-        return p.k * p.m, p.m * p.n
-    return p.m * p.k, p.k * p.n
+        return (p.k, p.m), (p.m, p.n)
+    return (p.m, p.k), (p.k, p.n)
 
 
 def _laid_out(factor: torch.Tensor, layout: str) -> torch.Tensor:

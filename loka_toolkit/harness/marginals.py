@@ -9,11 +9,13 @@ correlation of z.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from scipy import special
 
-from loka_toolkit.artifacts.trace import MARGINAL_BINS, MARGINAL_OCTAVES
+from loka_toolkit.artifacts.trace import MARGINAL_BINS, MARGINAL_OCTAVES, NORM_LEVELS
 from loka_toolkit.harness.features import FeatureMoments, Vector
 from loka_toolkit.harness.normal import tensor_of
 
@@ -27,6 +29,9 @@ _ORDER = 10
 _BISECTIONS = 22
 _LEAST_WEIGHT = 0.25
 """Counts below this, what decay left of early steps, are no part of the distribution."""
+_CALIBRATION = 8192
+_LEAST_LEVEL = 2.0**-9
+_LEVELS = np.asarray(NORM_LEVELS)
 _MOST_DRAWN = 1 << 24
 """Elements transformed at once, which bounds the temporaries."""
 
@@ -103,7 +108,8 @@ def latent_correlation(covariance: Vector, coefficients: list[Vector]) -> Vector
 
     Where the series cannot reach it, the nearest of -1 and 1; 0 where a feature is constant.
     """
-    scale = np.sqrt(np.maximum(np.diag(covariance), np.finfo(np.float64).tiny))
+    constant = np.diag(covariance) <= 0
+    scale = np.sqrt(np.where(constant, np.inf, np.diag(covariance)))
     terms = [(c / scale).astype(np.float32) for c in coefficients[1:]]
     target = (covariance / np.outer(scale, scale)).astype(np.float32)
     low, high = np.full_like(target, -1.0), np.ones_like(target)
@@ -116,7 +122,6 @@ def latent_correlation(covariance: Vector, coefficients: list[Vector]) -> Vector
         below = total < target
         low, high = np.where(below, rho, low), np.where(below, high, rho)
     rho = ((low + high) / 2).astype(np.float64)
-    constant = np.diag(covariance) <= 0
     rho[constant] = 0.0
     rho[:, constant] = 0.0
     np.fill_diagonal(rho, 1.0)
@@ -163,6 +168,33 @@ class CopulaSampler:
         self._rest = tensor_of(rest, device) if rest.max(initial=0.0) > 1e-3 else None
         self._values = tensor_of(tables.values, device).reshape(-1)
         self._width = width
+        self._norm_maps: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
+
+    def with_norms(self, parts: Sequence[tuple[slice, Vector]]) -> CopulaSampler:
+        """Restore the norms of parts of the samples, and return this sampler.
+
+        Features that are large together make samples of large norm more often than a Gaussian
+        copula, which has no dependence in the tails, lets them be. A sample's norm is replaced by
+        the recorded quantile of the same probability.
+
+        Args:
+            parts: Features, and the quantiles of their norm at ``NORM_LEVELS``.
+        """
+        generator = torch.Generator(self._values.device)
+        generator.manual_seed(0)
+        own = self.sample(_CALIBRATION, generator).double()
+        inner = np.flatnonzero((_LEVELS >= _LEAST_LEVEL) & (_LEVELS <= 1 - _LEAST_LEVEL))
+        for features, wanted in parts:
+            norms = np.quantile(own[:, features].norm(dim=1).cpu().numpy(), _LEVELS[inner])
+            usable = (norms > 0) & (wanted[inner] > 0)
+            if not usable.any():
+                continue
+            at, ratio = norms[usable], wanted[inner][usable] / norms[usable]
+            at, first = np.unique(at, return_index=True)
+            self._norm_maps.append(
+                (features, tensor_of(at, own.device), tensor_of(ratio[first], own.device))
+            )
+        return self
 
     def sample(self, count: int, generator: torch.Generator) -> torch.Tensor:
         """Return samples [count, features], float32."""
@@ -183,6 +215,20 @@ class CopulaSampler:
         low, high = self._values[index], self._values[index + 1]
         # No value lies between zero and the next one: zeros stay exact.
         beside_zero = (low == 0) | (high == 0)
-        return torch.where(
+        drawn = torch.where(
             beside_zero, torch.where(share < 0.5, low, high), low + share * (high - low)
         )
+        for features, norms, ratios in self._norm_maps:
+            part = drawn[:, features]
+            part *= _interpolated(part.norm(dim=1), norms, ratios).unsqueeze(1)
+        return drawn
+
+
+def _interpolated(x: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Return linear interpolation of values known at ascending places, constant beyond them."""
+    if len(at) == 1:
+        return values.expand_as(x)
+    right = torch.bucketize(x, at).clamp(1, len(at) - 1)
+    low, high = at[right - 1], at[right]
+    share = ((x - low) / (high - low)).clamp(0.0, 1.0)
+    return values[right - 1] + share * (values[right] - values[right - 1])

@@ -96,20 +96,34 @@ class MomentsOfTrace:
         """Return whether the layer's b is the transpose of its a."""
         return bool(self._kinds(layer, Operand.B.value, 0, 1, ("tied",)))
 
+    def has_whole(self, layer: str, operand: Operand) -> bool:
+        """Return whether whole matrices of an operand were recorded, in any shape."""
+        return any(
+            (of, name) == (layer, operand.value) and sample_rows > 1
+            for of, name, _, sample_rows in self._rows
+        )
+
     def _kinds(
         self, layer: str, operand: str, width: int, sample_rows: int, kinds: tuple[str, ...]
     ) -> list[list[dict[str, Any]]]:
         """Return the table's rows, one per rank, for each kind of product."""
         found = self._rows.get((layer, operand, width, sample_rows), {})
-        slots = sorted({slot for slot, _ in found})
-        of_slots = [
-            [self._row(index) for (at, _), (_, index) in sorted(found.items()) if at == slot]
-            for slot in slots
-        ]
-        rows = [[row for row in of_slot if row["kind"] in kinds] for of_slot in of_slots]
-        rows = [of_slot for of_slot in rows if of_slot]
-        expected = {row["slots"] for of_slot in rows for row in of_slot}
-        return rows if expected == {len(rows)} else []
+        # Whether kinds are told apart may have changed in the run: most samples decide.
+        weight: dict[int, int] = defaultdict(int)
+        for (slots, _, _), (count, _) in found.items():
+            weight[slots] += count
+        for slots in sorted(weight, key=lambda s: -weight[s]):
+            rows = [
+                [
+                    row
+                    for (of, at, _), (_, index) in sorted(found.items())
+                    if (of, at) == (slots, slot) and (row := self._row(index))["kind"] in kinds
+                ]
+                for slot in range(slots)
+            ]
+            if all(rows):
+                return rows
+        return []
 
     def _row(self, index: int) -> dict[str, Any]:
         return {
@@ -166,21 +180,22 @@ class MomentsOfTrace:
                 self._tensor[key] = TensorMoments(center, max(0.0, square - center**2), share)
 
 
-_Found = dict[tuple[int, int], tuple[int, int]]
+_Found = dict[tuple[int, int, int], tuple[int, int]]
 
 
 def _latest_rows(table: pa.Table) -> dict[tuple[str, str, int, int], _Found]:
     """Moments accumulate, so of each rank, place and width the row of most samples counts.
 
     Returns:
-        By layer, operand, width and rows of a sample: (slot, rank) -> (count, row of the table).
+        By layer, operand, width and rows of a sample: (slots, slot, rank) -> (count, row of the
+        table).
     """
-    names = ("rank", "site", "operand", "width", "sample_rows", "slot", "count")
+    names = ("rank", "site", "operand", "width", "sample_rows", "slots", "slot", "count")
     best: dict[tuple[str, str, int, int], _Found] = defaultdict(dict)
     columns = (table.column(name).to_pylist() for name in names)
     for row, values in enumerate(zip(*columns, strict=True)):
-        rank, site, operand, width, sample_rows, slot, count = values
+        rank, site, operand, width, sample_rows, slots, slot, count = values
         found = best[SiteKey.parse(site).layer, operand, width, sample_rows]
-        if count and count >= found.get((slot, rank), (0, 0))[0]:
-            found[slot, rank] = (count, row)
+        if count and count >= found.get((slots, slot, rank), (0, 0))[0]:
+            found[slots, slot, rank] = (count, row)
     return best

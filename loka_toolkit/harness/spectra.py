@@ -17,11 +17,6 @@ from loka_toolkit.errors import ArtifactCorruptError
 from loka_toolkit.harness.features import Vector, vector
 from loka_toolkit.harness.normal import tensor_of
 
-DITHER = 1 / 8
-"""Width of the uniform factor's logarithm with which every element is dithered: one step of E4M3
-at the bottom of an octave. A weight has one phase within its rounding interval, which training moves;
-where few weights matter (one output), a draw must not repeat the phase of the last recorded step."""
-
 
 @dataclasses.dataclass(frozen=True)
 class SpectrumMoments:
@@ -38,6 +33,11 @@ class SpectrumMoments:
     right: Vector
     row_squares: Vector
     column_squares: Vector
+
+    @property
+    def outputs(self) -> int:
+        """O."""
+        return int(self.left.shape[1])
 
     @property
     def is_finite(self) -> bool:
@@ -101,5 +101,4 @@ class SpectrumSampler:
         if self._rows is not None and self._columns is not None:
             noise = torch.randn(weight.shape, generator=generator, device=device)
             weight += noise * self._rows * self._columns
-        phase = torch.rand(weight.shape, generator=generator, device=device) - 0.5
-        return weight * torch.exp(DITHER * phase)
+        return weight

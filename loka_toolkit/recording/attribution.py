@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from loka_toolkit.artifacts.sites import Role, SiteKey
-from loka_toolkit.recording.callers import innermost_module
+from loka_toolkit.recording.callers import innermost_module, is_inside_compiled
 from loka_toolkit.recording.composites import SUMMED, Composite
 from loka_toolkit.recording.convolution_calls import TOO_LARGE, ConvolutionCall
+from loka_toolkit.recording.eager import is_compiler_loaded
 from loka_toolkit.recording.executions import Execution, Executions
 from loka_toolkit.recording.layers import Layer, StepRecord
 from loka_toolkit.recording.modules import ModuleTracker
@@ -101,6 +102,8 @@ class Attribution:
             caller: What autograd says of it.
             repeats: Why it has run before in this step; None in the first forward.
         """
+        if is_compiler_loaded() and not self.record.has_compiled_code:
+            self.record.has_compiled_code = is_inside_compiled()
         side, weight = self._parameter_of(work)
         fqn = self._module_of(weight)
         call = self.tracker.next_call(fqn)

@@ -22,6 +22,7 @@ _FUNCTION = torch.autograd.function.__file__
 _CHECKPOINT = torch.utils.checkpoint.__file__
 _MODULE = torch.nn.modules.module.__file__
 _CALL = "_call_impl"
+_COMPILED = "_TorchDynamoContext.__call__."
 
 
 class Origin(enum.Enum):
@@ -45,6 +46,11 @@ def origin_in_backward() -> Origin:
 def is_inside_function() -> bool:
     """Whether a checkpoint or another custom function of autograd runs this forward."""
     return any(frame.f_code.co_filename in (_CHECKPOINT, _FUNCTION) for frame in _frames())
+
+
+def is_inside_compiled() -> bool:
+    """Whether a function compiled by torch.compile runs this forward, eagerly."""
+    return any(frame.f_code.co_qualname.startswith(_COMPILED) for frame in _frames())
 
 
 def innermost_module(names: Mapping[nn.Module, str]) -> str | None:

@@ -175,24 +175,30 @@ class Convolution:
         return whole[cropped]
 
     def largest(self, t: torch.Tensor) -> tuple[int, int]:
-        """Return a patch and a column that hold the wide side's largest element; 0 if none does."""
+        """Return a patch and a column that hold the largest element of all patches."""
         magnitude = torch.nan_to_num(t.detach().abs().float(), nan=0.0, posinf=0.0)
-        at = [int(i) for i in _unravelled(magnitude.argmax().reshape(1), tuple(t.shape))]
-        position, offsets = [], []
-        for coordinate, axis in zip(at[2:], range(len(self.kernel)), strict=True):
-            padded = coordinate + self.padding[axis]
-            for offset in range(self.kernel[axis]):
-                start = padded - offset * self.dilation[axis]
-                index, rest = divmod(start, self.stride[axis])
-                if start >= 0 and rest == 0 and index < self.positions[axis]:
-                    position.append(index)
-                    offsets.append(offset)
-                    break
-            else:
-                return 0, 0  # skipped by the stride
+        places = []
+        for axis, size in enumerate(self.wide_size):
+            reached = self._reached(axis)
+            places.append(reached)
+            kept = torch.tensor([i in reached for i in range(size)], device=t.device)
+            shape = [1] * t.ndim
+            shape[2 + axis] = size
+            magnitude = magnitude * kept.reshape(shape)
+        at = [int(i) for i in torch.unravel_index(magnitude.argmax(), t.shape)]
+        found = [reached.get(i, (0, 0)) for reached, i in zip(places, at[2:], strict=True)]
         channel = at[1] % (self.wide_channels // self.groups)
-        row = _ravelled((at[0], *position), (self.examples, *self.positions))
-        return row, _ravelled((channel, *offsets), (1, *self.kernel))
+        positions, offsets = zip(*found, strict=True)
+        return (
+            _ravelled((at[0], *positions), (self.examples, *self.positions)),
+            _ravelled((channel, *offsets), (1, *self.kernel)),
+        )
+
+    def _reached(self, axis: int) -> dict[int, tuple[int, int]]:
+        """Return patch and offset by every coordinate that a patch reaches: strides skip some."""
+        start, stride, dilation = self.padding[axis], self.stride[axis], self.dilation[axis]
+        pairs = itertools.product(range(self.positions[axis]), range(self.kernel[axis]))
+        return {p * stride + k * dilation - start: (p, k) for p, k in pairs}
 
     def _windows(self, t: torch.Tensor) -> torch.Tensor:
         """Return a view [examples, C, *positions, *kernel] of the padded wide side."""

@@ -65,13 +65,19 @@ class CrossMoments:
     def mixed_with(self, later: CrossMoments, share: float) -> CrossMoments:
         """Return the weighted mean of these and later ones, which weigh ``share``.
 
+        The gradient of a model that is nearly trained changes sign from step to step along much the
+        same direction, so its plain mean is next to nothing: the later one is turned to the side of
+        these before it is added.
+
         Raises:
             ValueError: If the operands have other widths.
         """
         if self.widths != later.widths:
             raise ValueError(f"widths {later.widths} do not merge with {self.widths}")
+        agreement = ((self.left @ later.left.mT) * (self.right @ later.right.mT)).sum()
+        side = -1.0 if float(agreement) < 0 else 1.0
         u, s, v = product_factors(
-            torch.cat([self.left * (1 - share), later.left * share]),
+            torch.cat([self.left * (1 - share), later.left * (side * share)]),
             torch.cat([self.right, later.right]),
             CROSS_RANK,
         )

@@ -46,11 +46,3 @@ class EagerStance:
 def is_compiler_loaded() -> bool:
     """Whether torch.compile was ever called: it loads its compiler then."""
     return _DYNAMO in sys.modules
-
-
-def has_compiled_code() -> bool:
-    """Whether torch.compile has compiled any function in this process."""
-    if not is_compiler_loaded():
-        return False
-    counters = sys.modules[_DYNAMO + ".utils"].counters
-    return bool(counters.get("frames", {}).get("ok", 0))

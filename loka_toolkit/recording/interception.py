@@ -132,18 +132,20 @@ class Interception:
         if self._record.loss is not None:
             self._record.loss.backwards += 1
             return
+        start = time.perf_counter()
         loss.group(self._input_size)
         self._record.loss = loss
-        if not loss.saturated_count:
-            return
         logit = None
         if loss.prediction is not None:
             logit = self._sigmoid_inputs.get(self._registry.name(loss.prediction))
         self._is_looking = False
         try:
-            self._record.logits_reason = read_logits(self._record, loss, logit)
+            if loss.saturated_count:
+                self._record.logits_reason = read_logits(self._record, loss, logit)
+            self._observer.follow(self.model, self._record, loss, self._layout)
         finally:
             self._is_looking = True
+            self._record.seconds += time.perf_counter() - start
 
     def _guarded(self, look: Callable[[], None]) -> None:
         """Run our own work so that it leaves no trace in autograd, and raises nothing."""
@@ -299,6 +301,7 @@ def _out_of_the_way() -> Iterator[None]:
 
 def _leading_size(inputs: tuple[Any, ...]) -> int | None:
     """Return the most common first dimension of a model's inputs, those in dataclasses included."""
-    leaves = tree_leaves([vars(x) if dataclasses.is_dataclass(x) else x for x in inputs])
+    given = tree_leaves(inputs)
+    leaves = tree_leaves([vars(x) if dataclasses.is_dataclass(x) else x for x in given])
     sizes = [leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     return max(sorted(set(sizes)), key=sizes.count) if sizes else None

@@ -162,12 +162,15 @@ class StepRecord:
         operands: Operand statistics.
         cross_moments: What g and x have in common, of layers with a wgrad product.
         loss: Captured loss, or None.
+        upstream: What gradient sites do to the parameters upstream, where it was followed.
+        upstream_reason: Why nothing was followed; None if something was.
         logits_reason: Why the logits of saturated examples could not be read; None if they were.
         norm_after: FQN of the norm that a forward site feeds.
         flops_seen: FLOPs of products recorded and judged.
         flops_not_judged: FLOPs of sites without errors, by reason.
         flops_repeated: FLOPs of further executions of sites, by reason.
         flops_unseen: FLOPs of products that no site accounts for, by reason.
+        has_compiled_code: Whether a function compiled by torch.compile was run, eagerly.
         nonfinite: Why the step is not finite; None if it is.
         failures: Internal failures.
         seconds: Time spent recording.
@@ -181,6 +184,8 @@ class StepRecord:
     operands: list[OperandSample] = dataclasses.field(default_factory=list)
     cross_moments: list[tuple[Layer, CrossMoments]] = dataclasses.field(default_factory=list)
     loss: CapturedLoss | None = None
+    upstream: dict[SiteKey, GradientColumns] = dataclasses.field(default_factory=dict)
+    upstream_reason: str | None = None
     logits_reason: str | None = None
     norm_after: dict[SiteKey, str] = dataclasses.field(default_factory=dict)
     flops_seen: float = 0.0
@@ -193,6 +198,7 @@ class StepRecord:
     flops_unseen: defaultdict[str, float] = dataclasses.field(
         default_factory=lambda: defaultdict(float)
     )
+    has_compiled_code: bool = False
     nonfinite: str | None = None
     failures: list[str] = dataclasses.field(default_factory=list)
     seconds: float = 0.0

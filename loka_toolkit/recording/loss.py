@@ -23,6 +23,8 @@ from loka_toolkit.recording.switchboard import BACKWARD_TAP, SWITCHBOARD
 PRODUCT_NODES = frozenset(
     {"AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"}
 )
+_TRAINING = "_saved_training"
+"""Attribute of a batch normalization's node: whether it normalized over the batch."""
 
 
 @dataclasses.dataclass
@@ -52,6 +54,9 @@ class CapturedLoss:
         from_logits: Whether the node's input is the logit and not the probability.
         saturated: Which terms of a log loss lose their gradient in the training dtype, bool.
         bypassing: Sequence numbers of products that reach the total other than through the losses.
+        mixed: Sequence numbers of products behind a batch normalization, which mixes examples.
+        roots: What is differentiated, until :meth:`release`.
+        root_gradients: Gradients that backward is given for them, or None, likewise.
     """
 
     total: float | None = None
@@ -69,12 +74,15 @@ class CapturedLoss:
     multipliers: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     backwards: int = 1
     bypassing: frozenset[int] = frozenset()
+    mixed: frozenset[int] = frozenset()
     loss_node: Any = None
     prediction: torch.Tensor | None = None
     target: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     from_logits: bool = False
     saturated: torch.Tensor | None = None
+    roots: tuple[torch.Tensor, ...] = ()
+    root_gradients: tuple[torch.Tensor | None, ...] | None = None
 
     @property
     def saturated_count(self) -> int:
@@ -83,7 +91,8 @@ class CapturedLoss:
 
     def release(self) -> None:
         """Let go of the graph."""
-        self.loss_node = self.prediction = None
+        self.loss_node = self.prediction = self.root_gradients = None
+        self.roots = ()
 
     def group(self, inputs: int | None) -> None:
         """Take examples to be the rows of the model's input where the target has several for each.
@@ -131,15 +140,20 @@ class CapturedLoss:
 def capture(
     tensors: torch.Tensor | Sequence[torch.Tensor],
     keep: Callable[[Any], None],
+    gradients: torch.Tensor | Sequence[torch.Tensor | None] | None = None,
 ) -> CapturedLoss:
     """Read the graph behind what is about to be differentiated.
 
     Args:
         tensors: The first argument of ``torch.autograd.backward``.
         keep: Called with the handle of every hook placed, to be removed after the step.
+        gradients: Its second argument.
     """
-    roots = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-    captured = CapturedLoss()
+    roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
+    captured = CapturedLoss(roots=roots)
+    if gradients is not None:
+        given = [gradients] if isinstance(gradients, torch.Tensor) else gradients
+        captured.root_gradients = tuple(given)
     if len(roots) == 1 and roots[0].numel() == 1:
         captured.total = float(roots[0].detach())
     nodes, bypassing = _walk([root.grad_fn for root in roots if root.grad_fn is not None])
@@ -154,6 +168,7 @@ def capture(
         )
         return captured
     captured.bypassing = frozenset(bypassing)
+    captured.mixed = _mixed(nodes)
     _join(captured, every)
     if len(nodes) == 1:
         captured.loss_node, captured.prediction = nodes[0], every[0].prediction
@@ -194,6 +209,23 @@ def _join(captured: CapturedLoss, every: list[LossTerms]) -> None:
 def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
     known = [part for part in parts if part is not None]
     return torch.cat(known) if len(known) == len(parts) else None
+
+
+def _mixed(roots: list[Any]) -> frozenset[int]:
+    """Return products from which every way to the roots, or one of them, leads through a mixer."""
+    products = set()
+    seen = {(root, False) for root in roots}
+    pending = list(seen)
+    while pending:
+        node, is_mixed = pending.pop()
+        is_mixed = is_mixed or ("BatchNorm" in node.name() and getattr(node, _TRAINING, True))
+        if is_mixed and node.name() in PRODUCT_NODES:
+            products.add(int(node._sequence_nr()))
+        for following, _ in node.next_functions:
+            if following is not None and (following, is_mixed) not in seen:
+                seen.add((following, is_mixed))
+                pending.append((following, is_mixed))
+    return frozenset(products)
 
 
 def _walk(roots: list[Any]) -> tuple[list[Any], set[int]]:
@@ -247,12 +279,12 @@ class BackwardWatch:
             handle.remove()
         self._handles.clear()
 
-    def _look(self, tensors: Any) -> None:
+    def _look(self, tensors: Any, gradients: Any) -> None:
         try:
             with torch.no_grad(), _disable_current_modes():
                 if self._model is not None and not SWITCHBOARD.concerns(self._model, tensors):
                     return
-                captured = capture(tensors, self._handles.append)
+                captured = capture(tensors, self._handles.append, gradients)
                 self._found(captured)
                 captured.release()
         except Exception as error:

@@ -126,7 +126,7 @@ def _soft_margin(node: Any, terms: LossTerms, target: torch.Tensor) -> None:
 
 
 def _residuals(node: Any, target: torch.Tensor) -> torch.Tensor:
-    prediction = node._saved_self.detach().to(torch.float64)
+    prediction: torch.Tensor = node._saved_self.detach().to(torch.float64)
     return (prediction - target.to(torch.float64)).reshape(-1)
 
 

@@ -8,7 +8,7 @@ Memory of an operand whose samples have n features, in bytes, whatever the numbe
 - covariance and mean: 8 n (n + 1) up to ``moments_width`` features; beyond, 16 n and factors of
   4 * 64 n (:func:`moments_bytes`);
 - marginals, not of gradients: 4 * 321 n + 8 n;
-- norms: 50 KiB of counts and 128 KiB of norms.
+- norms: 50 KiB of counts and at most 136 KiB of norms.
 
 Nothing kept is a sample: means, covariances, counts per feature, quantiles of norms.
 """
@@ -46,7 +46,8 @@ def moments_bytes(features: int, full_width: int, *, with_marginals: bool) -> in
     else:
         second = 8 * features + 4 * SKETCH_RANK * features
     marginal = (4 * MARGINAL_BINS + 8) * features if with_marginals else 0
-    return second + 8 * features + marginal + NORM_BYTES + 8 * _NORMS_KEPT
+    norms = NORM_BYTES + 8 * (_NORMS_KEPT + _NORMS_KEPT_PER_STEP)
+    return second + 8 * features + marginal + norms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -210,7 +211,7 @@ class RunningMoments:
         self._norm_counts.merge(NormCounts(batch.norms), decay)
         self._norms.append(_thinned(batch.norms))
         if sum(len(norms) for norms in self._norms) > _NORMS_KEPT:
-            self._norms = [torch.cat(self._norms)[::2]]
+            self._norms = [torch.cat(self._norms)[::2].clone()]
 
     def as_row(self) -> dict[str, object]:
         """Return the columns of the table ``moments`` that speak of the distribution."""
@@ -236,7 +237,7 @@ class RunningMoments:
 
 
 def _thinned(norms: torch.Tensor) -> torch.Tensor:
-    return norms[:: max(1, len(norms) // _NORMS_KEPT_PER_STEP)]
+    return norms[:: -(-len(norms) // _NORMS_KEPT_PER_STEP)].clone()
 
 
 def flat_float32(values: torch.Tensor) -> np.ndarray:

@@ -40,7 +40,8 @@ class NormCounts:
         Linear in a bin, so within 1/16 of the true ones.
         """
         edges = (np.arange(_BINS + 1, dtype=np.int64) + _FIRST) << _SHIFT
-        values = edges.view(np.float64)
+        values = edges.view(np.float64).copy()
+        values[0] = 0.0
         heights = np.concatenate([[0.0], np.cumsum(self._counts.numpy())])
         # Of equal heights the last edge below and the first above an occupied bin count.
         keep = np.flatnonzero(np.diff(heights) > 0)

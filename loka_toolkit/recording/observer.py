@@ -6,11 +6,13 @@ import dataclasses
 from typing import Any
 
 import torch
+from torch import nn
 
 from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
 from loka_toolkit.recording.cross import CrossMoments
 from loka_toolkit.recording.gradients import example_gradient_squares, gradient_columns
 from loka_toolkit.recording.layers import Layer, OperandSample, SiteErrors, StepRecord
+from loka_toolkit.recording.loss import CapturedLoss
 from loka_toolkit.recording.memory import StaticAmax
 from loka_toolkit.recording.places import Slots, joint_parts, operand_parts
 from loka_toolkit.recording.products import (
@@ -25,6 +27,7 @@ from loka_toolkit.recording.sampling import RowLayout, Sampler
 from loka_toolkit.recording.scalebook import ScaleBook, contraction_axes
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.statistics import operand_statistics
+from loka_toolkit.recording.upstream import Follower, LayoutOf
 from loka_toolkit.recording.views import ForwardView
 from loka_toolkit.recording.whatif import EXHAUSTIVE_PRODUCTS, PROBE_PRODUCTS, recipe_errors
 from loka_toolkit.recording.whole import WholeSample
@@ -50,6 +53,7 @@ class Observer:
         """Make the sampler."""
         settings = self.settings
         self._sampler = Sampler(settings.seed, settings.max_rows, settings.max_columns)
+        self._follower = Follower(settings.upstream_cells)
 
     def forward(
         self,
@@ -86,7 +90,7 @@ class Observer:
             sampled=sampled,
             book=ScaleBook(self.static.of_layer(key.layer), self.settings.headroom),
             weight=weight,
-            slots=Slots.of(shape.batch, shape.m, layout),
+            slots=_slots(record, fqn, factors, Slots.of(shape.batch, shape.m, layout, leading)),
             has_broadcast_weight=weight_tensor is not None
             and weight_tensor.ndim == 3
             and weight_tensor.shape[0] > 1
@@ -176,6 +180,17 @@ class Observer:
         noted = self._add_site(record, key, row)
         noted["executions"] += 1
         noted["recompute"] += int(is_recomputed)
+
+    def follow(
+        self, model: nn.Module, record: StepRecord, loss: CapturedLoss, layout_of: LayoutOf
+    ) -> None:
+        """Follow errors of activations' gradients to the parameters upstream."""
+        try:
+            record.upstream_reason = self._follower.follow(
+                model, record, loss, self.settings.recipes, layout_of
+            )
+        except RuntimeError as error:  # what PyTorch refuses to differentiate twice
+            record.upstream_reason = f"could not be followed upstream: {error}".splitlines()[0]
 
     def norm(
         self, record: StepRecord, key: SiteKey, op: str, x: torch.Tensor, y: torch.Tensor
@@ -292,6 +307,15 @@ class Observer:
                 has_parameter=layer.weight is not None,
             )
         record.operands.append(OperandSample(key, operand, dict(vars(statistics)), layer, moments))
+
+
+def _slots(record: StepRecord, fqn: str, factors: Factors, found: Slots) -> Slots:
+    """Return the kinds of a product's batch; where not known, those of an earlier such product."""
+    if found.count == 1 and factors.batch > 1:
+        for layer in reversed(record.layers):
+            if layer.fqn == fqn and layer.products == factors.batch:
+                return layer.slots
+    return found
 
 
 def _cast_columns(factors: Factors, book: ScaleBook, error: Any) -> dict[str, Any]:

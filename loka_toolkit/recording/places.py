@@ -51,7 +51,9 @@ class Slots:
     alternate: bool = True
 
     @classmethod
-    def of(cls, products: int, rows: int, layout: RowLayout | None) -> Slots:
+    def of(
+        cls, products: int, rows: int, layout: RowLayout | None, leading: tuple[int, ...] = ()
+    ) -> Slots:
         """Return the kinds of the products of a batch.
 
         A kind is a place within an example, such as a head; a few products are a kind each.
@@ -60,12 +62,17 @@ class Slots:
             products: Number of products.
             rows: Output rows of each.
             layout: How the rows of all products map to examples, if known.
+            leading: Sizes that the rows of all products were flattened from; where the examples
+                are not known, the smaller of the two that make the products is taken for a place.
         """
+        sizes = _leading_sizes(products, leading)
         found = cls()
         if layout is not None and layout.outer == 1 and layout.inner % rows == 0:
             found = cls(layout.inner // rows)
         elif layout is not None and layout.inner == rows:
             found = cls(layout.outer, alternate=False)
+        elif layout is None and len(sizes) == 2:
+            found = cls(min(sizes), alternate=sizes[1] <= sizes[0])
         elif products <= MOST_SLOTS:
             found = cls(products)
         known = 1 < found.count <= MOST_SLOTS and products % found.count == 0
@@ -76,6 +83,17 @@ class Slots:
         if self.alternate:
             return [x[slot :: self.count] for slot in range(self.count)]
         return list(x.chunk(self.count))
+
+
+def _leading_sizes(products: int, leading: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the first sizes, other than 1, whose product is the number of products."""
+    whole, found = 1, []
+    for size in leading:
+        if whole == products:
+            break
+        whole *= size
+        found += [size] if size != 1 else []
+    return tuple(found) if whole == products else ()
 
 
 Parts = dict[Place, BatchMoments | torch.Tensor | None]

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from loka_toolkit.artifacts.trace import ERRORS, OPERANDS, SITES, STEPS, RunStatus
 from loka_toolkit.errors import ConfigurationError
@@ -19,7 +20,7 @@ from loka_toolkit.numerics.scaling import STATIC_HEADROOM
 from loka_toolkit.recording import rows
 from loka_toolkit.recording.caveats import step_caveats
 from loka_toolkit.recording.claim import claim, release
-from loka_toolkit.recording.eager import EagerStance, has_compiled_code
+from loka_toolkit.recording.eager import EagerStance
 from loka_toolkit.recording.events import EventLog
 from loka_toolkit.recording.interception import Interception
 from loka_toolkit.recording.layers import StepRecord
@@ -170,7 +171,8 @@ class Recorder:
             self._stop_watching()
             if record is not None:
                 start = time.perf_counter()
-                self._end_step(record, said, start)
+                with _disable_current_modes():  # another recorder's may stand
+                    self._end_step(record, said, start)
         except Exception as failure:
             self._fail(failure)
         self._step += 1
@@ -226,12 +228,6 @@ class Recorder:
         )
         watch = BackwardWatch(interception.on_loss, self._fail, self._model)
         self._record, self._watch, self._interception = record, watch, interception
-        if has_compiled_code() and not self._names.compiled:
-            self._events.add(
-                "compiled-code",
-                "something was compiled by torch.compile; recorded steps run it eagerly",
-                self._step,
-            )
         self._stance.install()
         watch.install()
         interception.install()
@@ -254,7 +250,7 @@ class Recorder:
             record.loss,
             lambda message: self._events.add("contradiction", message, record.step, warn=True),
         )
-        self._last_said = said
+        self._last_said = said.as_understood(units.examples)
         if units.saturated_count:
             self._events.add("saturated-examples", record.saturation_note, record.step)
         status, reason = self._judge(record, units)
@@ -288,8 +284,8 @@ class Recorder:
                 "nonfinite-step", "steps with Inf or NaN were left out", record.step, warn=True
             )
             return "nonfinite", reason
-        for kind, message in step_caveats(record):
-            self._events.add(kind, message, record.step, warn=True)
+        for kind, message, warn in step_caveats(record, self._names.compiled):
+            self._events.add(kind, message, record.step, warn=warn)
         return "recorded", None
 
     def _add_sites(self, record: StepRecord) -> None:
@@ -376,6 +372,7 @@ def record(
     moments_width: int = 1024,
     seed: int = 0,
     force: bool = False,
+    upstream_cells: int = 12,
 ) -> Recorder:
     """Return a recorder for a training run.
 
@@ -401,6 +398,8 @@ def record(
         moments_width: Widest operand of which the full covariance is kept.
         seed: Seed of the sampling.
         force: Overwrite a trace that is at ``path`` already.
+        upstream_cells: Gradient sites x recipes whose error is followed to the parameters upstream
+            at each recorded step, in turn; each costs about one more backward pass. 0 for none.
 
     Raises:
         UnknownNameError: If a recipe does not exist; near misses are listed.
@@ -421,5 +420,6 @@ def record(
         moments_width=moments_width,
         seed=seed,
         force=force,
+        upstream_cells=upstream_cells,
     )
     return Recorder(model, settings)

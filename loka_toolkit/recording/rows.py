@@ -20,6 +20,7 @@ from loka_toolkit.recording.impact import (
 )
 from loka_toolkit.recording.layers import Layer, SiteErrors, StepRecord
 from loka_toolkit.recording.units import LossUnits
+from loka_toolkit.recording.upstream import NOT_THIS_STEP
 from loka_toolkit.recording.whatif import RecipeError
 
 _ALIVE_SLOPE = 1e-3
@@ -102,7 +103,7 @@ def _row(
     units: LossUnits | None,
 ) -> dict[str, Any]:
     name = error.recipe.name
-    bias, noise, why = _gradient_values(site, name, units)
+    bias, noise, why = _gradient_values(record, site, name, units)
     return {
         "step": record.step,
         "rank": rank,
@@ -124,15 +125,15 @@ def _row(
 
 
 def _gradient_values(
-    site: SiteErrors, recipe: str, units: LossUnits | None
+    record: StepRecord, site: SiteErrors, recipe: str, units: LossUnits | None
 ) -> tuple[float | None, float | None, str | None]:
     if site.key.role is Role.FWD:
         return None, None, "a forward site changes the loss and not the update"
-    columns = site.gradient
-    if columns is None:
-        return None, None, "reaches parameters upstream; not propagated"
+    columns = site.gradient or record.upstream.get(site.key)
+    if columns is None or (columns.bias and recipe not in columns.bias):
+        return None, None, record.upstream_reason or NOT_THIS_STEP
     if not columns.bias:
-        return None, None, columns.reason
+        return None, None, columns.reason or NOT_THIS_STEP
     bias = columns.bias[recipe]
     if not math.isfinite(bias):
         return None, None, "the emulated gradient is not finite"
@@ -245,7 +246,9 @@ def _impact(
 ) -> Impact:
     assert layer.gradient_rows is not None and units.divisor is not None
     total = units.examples or len(examples)
-    known = units.slope is not None and units.curvature is not None
+    # Through a batch normalization a row's gradient is not its own example's slope alone.
+    known = layer.sequence not in units.mixed or layer.logit_rows is not None
+    known = known and units.slope is not None and units.curvature is not None
     terms = ExampleTerms(
         total=total,
         slope=units.slope[examples] if known and units.slope is not None else None,

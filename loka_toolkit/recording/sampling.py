@@ -174,6 +174,11 @@ class Sampler:
         return rows, _draw(self.generator(step, name + "/columns"), n, columns)
 
 
+def draw(count: int, limit: int, seed: int) -> torch.Tensor | None:
+    """Return ``limit`` of ``count`` indices, sorted; None for all of them."""
+    return _draw(np.random.default_rng(seed), count, limit)
+
+
 def draw_by_size(
     generator: np.random.Generator, sizes: NDArray[np.float64], count: int
 ) -> tuple[torch.Tensor | None, NDArray[np.float64]]:

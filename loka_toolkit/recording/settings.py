@@ -34,6 +34,7 @@ class RecorderSettings:
         moments_width: Widest operand whose full covariance is kept.
         seed: Seed of the sampling.
         force: Overwrite a trace that is there already.
+        upstream_cells: Gradient sites x recipes whose error is followed upstream at each step.
     """
 
     path: Path
@@ -49,6 +50,7 @@ class RecorderSettings:
     moments_width: int
     seed: int
     force: bool
+    upstream_cells: int = 12
 
     @classmethod
     def validated(
@@ -67,6 +69,7 @@ class RecorderSettings:
         moments_width: int,
         seed: int,
         force: bool,
+        upstream_cells: int = 12,
     ) -> RecorderSettings:
         """Check every argument that can be checked without the model.
 
@@ -89,6 +92,7 @@ class RecorderSettings:
             ("max_columns", max_columns, 1),
             ("moments_width", moments_width, 0),
             ("seed", seed, 0),
+            ("upstream_cells", upstream_cells, 0),
         )
         for name, number, least in integers:
             _require_int(name, number, least)
@@ -109,6 +113,7 @@ class RecorderSettings:
             moments_width=moments_width,
             seed=seed,
             force=bool(force),
+            upstream_cells=upstream_cells,
         )
 
     def check_patterns(self, names: Sequence[str]) -> None:

@@ -254,17 +254,17 @@ class BackwardTap:
     """Shows what ``torch.autograd.backward`` is given to everybody who asks; one per process."""
 
     def __init__(self) -> None:
-        self._looks: list[Callable[[Any], None]] = []
+        self._looks: list[Callable[[Any, Any], None]] = []
         self._original: Callable[..., None] | None = None
         self._replacement: Callable[..., None] | None = None
 
-    def add(self, look: Callable[[Any], None]) -> None:
-        """Call ``look`` with the first argument of every outermost call."""
+    def add(self, look: Callable[[Any, Any], None]) -> None:
+        """Call ``look`` with the first two arguments of every outermost call."""
         self._looks.append(look)
         if self._replacement is None:
             self._stand_in()
 
-    def remove(self, look: Callable[[Any], None]) -> None:
+    def remove(self, look: Callable[[Any, Any], None]) -> None:
         """Call it no more; the last one restores PyTorch's function."""
         if look in self._looks:
             self._looks.remove(look)
@@ -283,11 +283,11 @@ class BackwardTap:
         original = torch.autograd.backward
 
         @functools.wraps(original)
-        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        def backward(tensors: Any, grad_tensors: Any = None, *args: Any, **kwargs: Any) -> None:
             if self._replacement is backward and torch._C._current_autograd_node() is None:
                 for look in tuple(self._looks):
-                    look(tensors)
-            original(tensors, *args, **kwargs)
+                    look(tensors, grad_tensors)
+            original(tensors, grad_tensors, *args, **kwargs)
 
         self._original, self._replacement = original, backward
         torch.autograd.backward = backward

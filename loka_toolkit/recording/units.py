@@ -44,6 +44,12 @@ class StepFacts:
             return int(self.examples.max()) + 1 if self.examples.numel() else 0
         return self.examples
 
+    def as_understood(self, examples: int | None) -> StepFacts:
+        """Return what the next step may go by: examples of one micro-batch, not of all of them."""
+        if isinstance(self.examples, int):
+            return dataclasses.replace(self, examples=examples)
+        return self
+
 
 _T = TypeVar("_T")
 
@@ -129,6 +135,7 @@ class LossUnits:
         is_log_loss: Whether the prediction is a logit.
         saturated: Which terms lose their gradient in the training dtype, bool; None if unknown.
         bypassing: Sequence numbers of products that the known loss does not cover.
+        mixed: Sequence numbers of products after which examples are mixed.
         reason: Why impact cannot be computed; None if it can.
     """
 
@@ -149,6 +156,7 @@ class LossUnits:
     is_log_loss: bool
     saturated: torch.Tensor | None
     bypassing: frozenset[int]
+    mixed: frozenset[int]
     reason: str | None
 
     @property
@@ -211,6 +219,7 @@ def resolve_units(
         is_log_loss=seen is not None and seen.is_log_loss,
         saturated=None if seen is None or seen.saturated is None else seen.saturated.cpu(),
         bypassing=seen.bypassing if seen is not None and _is_guarded(said) else frozenset(),
+        mixed=seen.mixed if seen is not None else frozenset(),
         reason=reason,
     )
 

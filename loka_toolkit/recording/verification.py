@@ -201,6 +201,7 @@ def _one_step(
         moments_width=0,
         seed=0,
         force=False,
+        upstream_cells=0,
     )
     names = ModelNames.of(twin)
     observer = Observer(settings, StaticAmax(), names.types, exhaustive=everything)

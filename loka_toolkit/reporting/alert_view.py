@@ -78,14 +78,22 @@ def alerts(
 
 
 def coverage_sentence(coverage: Coverage) -> str:
-    """Return which share of the work was seen."""
-    total = coverage.flops_seen + coverage.flops_unseen
+    """Return which share of the work was seen, judged and repeated."""
+    total = coverage.flops
     if total <= 0:
         return "No GEMM was seen at any sampled step."
-    seen = fmt.share(coverage.flops_seen / total).text
+    rest = [
+        f"{fmt.share(flops / total).text} {what}"
+        for what, flops in (
+            ("belong to sites that are not judged", coverage.flops_not_judged),
+            ("are sites running again", coverage.flops_repeated),
+        )
+        if flops > 0
+    ]
     return (
-        f"{seen} of the GEMM FLOPs of a sampled step were recorded as sites "
-        f"({fmt.flops(coverage.flops_seen)} of {fmt.flops(total)}), over "
+        f"{fmt.share(coverage.flops_seen / total).text} of the GEMM FLOPs of a sampled step were "
+        f"recorded as sites and judged ({fmt.flops(coverage.flops_seen)} of {fmt.flops(total)})"
+        f"{''.join(f', {part}' for part in rest)}, over "
         f"{fmt.plural(coverage.steps_recorded, 'sampled step')}; "
         f"{fmt.plural(coverage.steps_skipped, 'sampled step')} skipped."
     )
@@ -93,11 +101,25 @@ def coverage_sentence(coverage: Coverage) -> str:
 
 def unseen_items(coverage: Coverage) -> tuple[str, ...]:
     """Return why work was not seen, the largest share first."""
-    total = coverage.flops_seen + coverage.flops_unseen
+    return _items(coverage, coverage.unseen_reasons)
+
+
+def not_judged_items(coverage: Coverage) -> tuple[str, ...]:
+    """Return why sites were not judged, likewise."""
+    return _items(coverage, coverage.not_judged_reasons)
+
+
+def repeated_items(coverage: Coverage) -> tuple[str, ...]:
+    """Return why sites ran again, likewise."""
+    return _items(coverage, coverage.repeated_reasons)
+
+
+def _items(coverage: Coverage, reasons: dict[str, float]) -> tuple[str, ...]:
+    total = coverage.flops
     if total <= 0:
         return ()
-    reasons = sorted(coverage.unseen_reasons.items(), key=lambda pair: (-pair[1], pair[0]))
-    return tuple(f"{reason}: {fmt.share(flops / total).text}" for reason, flops in reasons)
+    ordered = sorted(reasons.items(), key=lambda pair: (-pair[1], pair[0]))
+    return tuple(f"{reason}: {fmt.share(flops / total).text}" for reason, flops in ordered)
 
 
 def _fit_alerts(facts: MapFacts) -> list[Alert]:
@@ -121,7 +143,7 @@ def _said(facts: MapFacts, words: str) -> bool:
 def _coverage_alerts(facts: MapFacts, skipped: tuple[str, ...]) -> list[Alert]:
     found = []
     coverage = facts.coverage
-    total = coverage.flops_seen + coverage.flops_unseen
+    total = coverage.flops
     if total <= 0:
         found.append(Alert(Level.DANGER, "No GEMM was seen at any sampled step."))
     elif coverage.flops_unseen > 0 and not _said(facts, "not seen"):

@@ -111,12 +111,21 @@ class NormRow:
 
 @dataclasses.dataclass(frozen=True)
 class UnjudgedRow:
-    """A recorded product for which the map holds no cell."""
+    """A recorded product for which the map holds no cell.
+
+    Attributes:
+        site: Site name.
+        op: Operator.
+        shape: Its dimensions.
+        dispatchable: Whether a kernel can stand in for it at all.
+        reason: Why none can; None if one can, or if an old trace does not say.
+    """
 
     site: str
     op: str
     shape: str
     dispatchable: bool
+    reason: str | None
 
 
 def ranked(rows: Sequence[SiteRow]) -> list[SiteRow]:
@@ -219,6 +228,7 @@ def unjudged_rows(trace: Trace, safety: SafetyMap) -> tuple[UnjudgedRow, ...]:
     """Return the products that were recorded and have no cell, a row per site."""
     judged = {cell.site for cell in safety.cells}
     columns = ["site", "role", "op", "batch", "m", "n", "k", "dispatchable"]
+    columns.append("not_dispatchable_reason")
     rows = {}
     for row in trace.sites.select(columns).to_pylist():
         if row["role"] != Role.NORM.value and row["site"] not in judged:
@@ -227,6 +237,7 @@ def unjudged_rows(trace: Trace, safety: SafetyMap) -> tuple[UnjudgedRow, ...]:
                 op=row["op"],
                 shape=fmt.shape(row["batch"], row["m"], row["n"], row["k"]),
                 dispatchable=row["dispatchable"],
+                reason=row["not_dispatchable_reason"],
             )
     return tuple(rows.values())
 

@@ -22,7 +22,14 @@ from loka_toolkit.reporting import (
     trust_view,
 )
 from loka_toolkit.reporting import formatting as fmt
-from loka_toolkit.reporting.alert_view import Alert, alerts, coverage_sentence, unseen_items
+from loka_toolkit.reporting.alert_view import (
+    Alert,
+    alerts,
+    coverage_sentence,
+    not_judged_items,
+    repeated_items,
+    unseen_items,
+)
 from loka_toolkit.reporting.glossary import TERMS
 
 DEFAULT_TITLE = "FP8 safety report"
@@ -61,6 +68,8 @@ class ReportView:
         overview: The map in a few numbers.
         coverage: Which share of the work was seen.
         unseen: Why work was not seen.
+        not_judged: Why sites were not judged.
+        repeated: Why sites ran again.
         recording: What recording cost; empty without a trace.
         recipes: Columns of the map.
         sites: Rows of the map.
@@ -86,6 +95,8 @@ class ReportView:
     overview: overview_view.Overview
     coverage: str
     unseen: tuple[str, ...]
+    not_judged: tuple[str, ...]
+    repeated: tuple[str, ...]
     recording: str
     recipes: tuple[str, ...]
     sites: tuple[map_view.SiteRow, ...]
@@ -143,6 +154,8 @@ def build_view(inputs: Inputs, *, top: int = 20, title: str | None = None) -> Re
         overview=summary,
         coverage=coverage_sentence(safety.facts.coverage),
         unseen=unseen_items(safety.facts.coverage),
+        not_judged=not_judged_items(safety.facts.coverage),
+        repeated=repeated_items(safety.facts.coverage),
         recording="" if trace is None else _recording_cost(trace),
         recipes=map_view.recipes_of(safety),
         sites=sites,

@@ -49,6 +49,10 @@ def trace_lines(summary: TraceSummary) -> list[str]:
         f"recipes    {', '.join(summary.recipes)}",
         f"not seen   {percent(summary.unseen_share)} of GEMM FLOPs: "
         f"{counts_text(summary.unseen_reasons)}",
+        f"not judged {percent(summary.not_judged_share)} of GEMM FLOPs: "
+        f"{counts_text(summary.not_judged_reasons)}",
+        f"repeated   {percent(summary.repeated_share)} of GEMM FLOPs: "
+        f"{counts_text(summary.repeated_reasons)}",
         f"recording  {summary.seconds_recording:.2f} s",
     ]
     lines += [

@@ -26,6 +26,10 @@ class TraceSummary(msgspec.Struct, frozen=True):
         recipes: Recipes answered for.
         unseen_share: Share of GEMM FLOPs that no site accounts for, or null.
         unseen_reasons: FLOPs per sampled step, by reason.
+        not_judged_share: Share of GEMM FLOPs of sites without errors, or null.
+        not_judged_reasons: FLOPs per sampled step, by reason.
+        repeated_share: Share of GEMM FLOPs of sites that ran again, or null.
+        repeated_reasons: FLOPs per sampled step, by reason.
         seconds_recording: Time spent recording, over sampled steps and ranks.
         events: What a reader must know.
     """
@@ -40,6 +44,10 @@ class TraceSummary(msgspec.Struct, frozen=True):
     recipes: tuple[str, ...]
     unseen_share: float | None
     unseen_reasons: dict[str, float]
+    not_judged_share: float | None
+    not_judged_reasons: dict[str, float]
+    repeated_share: float | None
+    repeated_reasons: dict[str, float]
     seconds_recording: float
     events: tuple[Event, ...]
 
@@ -49,11 +57,20 @@ def summarize_trace(trace: Trace) -> TraceSummary:
     steps = trace.steps.to_pylist()
     sites = {row["site"]: row["role"] for row in trace.sites.select(["site", "role"]).to_pylist()}
     recorded = [row for row in steps if row["status"] == "recorded"]
-    seen = sum(row["gemm_flops_seen"] for row in recorded)
-    unseen = sum(row["gemm_flops_unseen"] for row in recorded)
-    reasons: Counter[str] = Counter()
-    for row in recorded:
-        reasons.update(msgspec.json.decode(row["unseen_reason"] or "{}", type=dict[str, float]))
+    parts = ("seen", "not_judged", "repeated", "unseen")
+    total = sum(row[f"gemm_flops_{part}"] for row in recorded for part in parts)
+
+    def share(part: str) -> float | None:
+        flops = sum(row[f"gemm_flops_{part}"] for row in recorded)
+        return flops / total if total else None
+
+    def reasons(part: str) -> dict[str, float]:
+        found: Counter[str] = Counter()
+        for row in recorded:
+            text = row[f"{part}_reason"] or "{}"
+            found.update(msgspec.json.decode(text, type=dict[str, float]))
+        return {reason: flops / len(recorded) for reason, flops in sorted(found.items())}
+
     return TraceSummary(
         path=str(trace.path),
         closed=all(m.status.closed for m in trace.manifests),
@@ -63,8 +80,12 @@ def summarize_trace(trace: Trace) -> TraceSummary:
         steps_skipped=dict(Counter(r["status"] for r in steps if r["status"] != "recorded")),
         sites_by_role=dict(sorted(Counter(sites.values()).items())),
         recipes=trace.manifest.recipes,
-        unseen_share=unseen / (seen + unseen) if seen + unseen else None,
-        unseen_reasons={k: v / len(recorded) for k, v in sorted(reasons.items())},
+        unseen_share=share("unseen"),
+        unseen_reasons=reasons("unseen"),
+        not_judged_share=share("not_judged"),
+        not_judged_reasons=reasons("not_judged"),
+        repeated_share=share("repeated"),
+        repeated_reasons=reasons("repeated"),
         seconds_recording=sum(row["seconds_recording"] for row in steps),
         events=tuple(event for m in trace.manifests for event in m.events),
     )

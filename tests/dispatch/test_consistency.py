@@ -79,6 +79,18 @@ MUTATIONS = {
     "axis none": (of_entry(0, token_axis="n"), "0#*:fwd token_axis: expected 'm', actual 'n'"),
     "another role": (of_entry(0, role="wgrad"), "0#*:wgrad token_axis: expected 'k', actual 'm'"),
     "activations": (of_entry(0, role="grad_a"), "token_axis: expected 'batch', actual 'm'"),
+    "activations with a weight": (
+        of_entry(0, role="grad_b", token_axis="batch", m=16, weight="0.weight"),
+        "0#*:grad_b weight: expected null, for it multiplies two activations, actual '0.weight'",
+    ),
+    "activations by tokens": (
+        of_entry(0, token_axis="batch", m=None),
+        "0#*:fwd m: expected at least 1, actual null",
+    ),
+    "wgrad of activations": (
+        of_entry(WGRAD, token_axis="batch"),
+        "1#*:wgrad token_axis: expected 'k', actual 'batch'",
+    ),
     "no tokens": (of_entry(0, tokens_min=0), "0#*:fwd tokens_min: expected at least 1, actual 0"),
     "tokens reversed": (
         of_entry(0, tokens_min=129),

@@ -42,7 +42,10 @@ def scaled_mm(recipe: str) -> TorchScaledMM:
         ("e5m2/tensorwise/fast", H200, torch.bfloat16, 1, "one factor must be e4m3"),
         ("e4m3/rowwise/fast", L40, torch.bfloat16, 1, None),
         ("e4m3/rowwise/fast", L40, torch.float32, 1, "9.0 only and L40 has 8.9"),
-        ("e4m3/tensorwise/fast", H200, torch.bfloat16, 8, "batch of 8"),
+        ("e4m3/tensorwise/fast", H200, torch.bfloat16, 16, None),
+        ("e4m3/tensorwise/fast", H200, torch.bfloat16, 17, "17 calls are too many (limit 16)"),
+        ("e4m3/tensorwise/fp32", CPU, torch.float32, 1024, None),
+        ("e4m3/tensorwise/fp32", CPU, torch.float32, 1025, "too many (limit 1024)"),
         ("e4m3/tensorwise/fp32", CPU, torch.float64, 1, "does not write torch.float64"),
     ],
 )
@@ -86,6 +89,29 @@ def test_it_agrees_with_the_emulation_to_float32_rounding(
     theirs = emulate(a, b, candidate.fp8, scale_a=scale, scale_b=scale)
     size = left.dequantized().abs() @ right.dequantized().abs()
     assert ((ours - theirs).abs() <= k * 2.0**-23 * size).all()
+
+
+@pytest.mark.parametrize("candidate", ON_CPU, ids=lambda c: c.name)
+@pytest.mark.parametrize("shape", [(3, 7, 5, 13), (1, 1, 1, 39), (0, 4, 5, 6), (2, 0, 3, 4)])
+def test_a_batch_is_the_products_of_it_under_one_scale(
+    candidate: TorchScaledMM, shape: tuple[int, int, int, int]
+) -> None:
+    """Tensorwise means one scale for the whole batch, as the emulation and the recorder mean it."""
+    batch, m, n, k = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    a = torch.randn(batch, k, m, generator=generator).exp().mT
+    b = torch.randn(batch, k, n, generator=generator)
+    scale = torch.tensor(0.125) if "static" in candidate.recipe else None
+    left, right = candidate.prepare(a, Side.A, scale), candidate.prepare(b, Side.B, scale)
+    ours = candidate.run(left, right, torch.float32)
+    assert ours.shape == (batch, m, n)
+    size = left.dequantized().abs() @ right.dequantized().abs()
+    for item in range(batch):
+        exact = left.dequantized()[item] @ right.dequantized()[item]
+        assert ((ours[item] - exact).abs() <= k * 2.0**-23 * size[item]).all()
+    if batch and m:
+        theirs = emulate(a, b, candidate.fp8, scale_a=scale, scale_b=scale)
+        assert ((ours - theirs).abs() <= k * 2.0**-23 * size).all()
 
 
 @pytest.mark.parametrize("recipe", ["e4m3/tensorwise/fp32", "e4m3/rowwise/fp32"])
@@ -166,7 +192,7 @@ def test_what_is_called_is_said() -> None:
 def test_what_it_cannot_take_is_refused() -> None:
     candidate = scaled_mm("e4m3/tensorwise/fp32")
     with pytest.raises(ConfigurationError, match="multiplies matrices"):
-        candidate.prepare(torch.ones(2, 3, 4), Side.A)
+        candidate.prepare(torch.ones(2, 2, 3, 4), Side.A)
     bare = find_candidate("torch.matmul/fp32").prepare(torch.ones(16, 16), Side.A)
     with pytest.raises(ConfigurationError, match="scaled operands"):
         candidate.run(bare, bare, torch.float32)

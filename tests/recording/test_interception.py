@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from loka_toolkit.recording import Schedule, record
 
@@ -195,35 +194,6 @@ def test_multihead_attention_whose_projection_is_never_called(record_run):
     assert run.steps.gemm_flops_unseen[0] == 0
 
 
-def test_micro_batches_and_evaluation_are_counted_not_recorded(record_run):
-    model = nn.Sequential(nn.Linear(13, 7), nn.ReLU(), nn.Linear(7, 1))
-    x, y = torch.randn(8, 13), torch.ones(8)
-
-    def accumulated(_):
-        with torch.no_grad():
-            model(x)
-        for micro in (0, 1):
-            part = slice(4 * micro, 4 * micro + 4)
-            loss = F.binary_cross_entropy_with_logits(model(x[part]).squeeze(-1), y[part]) / 2
-            if micro == 0:
-                loss.backward()
-        return loss
-
-    run = record_run(model, accumulated)
-    assert all(r.m == 4 or r.role == "wgrad" for r in run.sites.itertuples())
-    reasons = unseen(run)
-    forward = 2 * 4 * (13 * 7 + 7)
-    assert reasons["no gradient: evaluation or optimizer"] == 2 * forward
-    wgrad_and_dgrad = forward + 2 * 4 * 7
-    assert reasons["micro-batch: only the first forward of a step is recorded"] == pytest.approx(
-        forward + wgrad_and_dgrad
-    )
-    row = run.error("0#0:fwd")
-    assert row.impact_status == "ok"
-    assert run.steps.loss_scale[0] == pytest.approx(0.5)
-    assert run.steps.examples[0] == 4
-
-
 def test_frozen_layers_and_layers_without_input_gradient(record_run):
     model = nn.Sequential(nn.Linear(13, 7), nn.Linear(7, 7), nn.Linear(7, 1))
     model[0].requires_grad_(False)
@@ -248,54 +218,6 @@ def test_bf16_autocast_finds_the_parameter_behind_the_cast(record_run):
     assert set(run.sites.dtype_a) == {"bfloat16"}
     assert run.error("2#0:fwd").impact_status == "ok"
     assert set(run.operands.dtype) == {"bfloat16"}
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(record_run, reentrant):
-    class Checkpointed(nn.Module):
-        def __init__(self):
-            super().__init__()
-            torch.manual_seed(0)
-            self.first, self.block = nn.Linear(13, 7), nn.Sequential(nn.Linear(7, 7), nn.Tanh())
-            self.is_checkpointed = True
-
-        def forward(self, x):
-            h = self.first(x)
-            if self.is_checkpointed:
-                return checkpoint(self.block, h, use_reentrant=reentrant)
-            return self.block(h)
-
-    x = torch.randn(5, 13)
-    model = Checkpointed()
-    run = record_run(model, squares(model, x), name="with")
-    model.is_checkpointed = False
-    plain = record_run(model, squares(model, x), name="without")
-    assert sorted(run.sites.site) == sorted(plain.sites.site)
-    columns = ["site", "recipe", "relative_frobenius", "gradient_bias"]
-    one, other = (r.errors[columns].sort_values(columns[:2]) for r in (run, plain))
-    assert one.relative_frobenius.to_list() == pytest.approx(other.relative_frobenius.to_list())
-    assert "recompute: activation checkpointing" in unseen(run)
-
-
-def test_other_operators_are_unseen_work_by_reason(record_run):
-    class Others(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.convolution, self.vector = nn.Conv1d(3, 5, 1), nn.Parameter(torch.randn(4))
-
-        def forward(self, x):
-            h = self.convolution(x).unsqueeze(1)
-            h = F.scaled_dot_product_attention(h, h, h)
-            return h.reshape(-1, 4) @ self.vector
-
-    model = Others()
-    with pytest.warns(UserWarning, match="no product"):
-        run = record_run(model, squares(model, torch.randn(2, 3, 4)))
-    reasons = unseen(run)
-    # [10, 4] by a vector of 4, and in backward its transpose by the gradient of 10.
-    assert reasons["operator aten.mv"] == 2 * 2 * 10 * 4
-    assert reasons["operator aten.convolution"] == 2 * 2 * 5 * 3 * 4
-    assert any("attention" in reason for reason in reasons)
 
 
 def test_norms_are_sites_and_known_to_the_product_before_them(record_run):
@@ -404,29 +326,3 @@ def test_the_same_run_gives_the_same_rows(record_run):
     for table in ("sites", "operands", "errors", "moments"):
         assert getattr(one, table).astype(str).equals(getattr(other, table).astype(str)), table
     assert (one.errors.query("site == '0#0:fwd'").sampled_rows == 64).all()
-
-
-def test_double_backward_is_no_recompute(record_run):
-    model = nn.Sequential(nn.Linear(13, 7), nn.Tanh(), nn.Linear(7, 1))
-    x = torch.randn(5, 13, requires_grad=True)
-
-    def penalized(_):
-        out = model(x).sum()
-        (slope,) = torch.autograd.grad(out, x, create_graph=True)
-        return out + slope.square().sum()
-
-    run = record_run(model, penalized)
-    assert {"0#0:dgrad", "2#0:dgrad"} <= set(run.sites.site)
-    assert set(run.errors[run.errors.site.str.endswith("fwd")].impact_status) == {"unknown"}
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_a_compiled_model_is_recorded_eagerly_and_said_so(record_run):
-    model = nn.Sequential(nn.Linear(13, 7), nn.ReLU(), nn.Linear(7, 1))
-    compiled = torch.compile(model, backend="eager")
-    compiled(torch.randn(5, 13))
-    run = record_run(compiled, squares(compiled, torch.randn(5, 13)))
-    assert "compiled-model" in run.events
-    assert set(run.sites.fqn) <= {"0", "2"}
-    if run.sites.empty:
-        assert "nothing-seen" in run.events

@@ -195,7 +195,9 @@ def test_evaluation_between_steps_and_a_dry_forward_are_no_steps(run):
         """
     )
     # The step before anything was called with an optimizer counts too, and is the one not seen.
-    assert ran.summary.models[0].notes and "first step was not seen" in ran.summary.models[0].notes[0]
+    assert (
+        ran.summary.models[0].notes and "first step was not seen" in ran.summary.models[0].notes[0]
+    )
     assert ran.steps() == 3
     steps = ran.trace().errors.to_pandas().groupby("step").site.unique()
     assert all({"0#0:wgrad", "2#0:dgrad"} <= set(sites) for sites in steps)
@@ -235,6 +237,46 @@ def test_alternating_models_are_told_apart_and_the_generator_takes_no_step_of_th
     generator = ran.trace("generator").errors.to_pandas()
     assert set(ran.roles("generator")["2"]) == {"fwd", "dgrad", "wgrad"}
     assert set(generator.query("site == '0#0:wgrad'").step) == {0, 1, 2}
+
+
+def test_a_critic_that_is_frozen_for_its_generator_is_found_when_it_thaws(run):
+    ran = run(
+        """
+        generator, critic = mlp(5, 13), mlp(13, 1)
+        g = torch.optim.Adam(generator.parameters(), lr=1e-3)
+        c = torch.optim.Adam(critic.parameters(), lr=1e-3)
+        for step in range(3):
+            critic.requires_grad_(False)
+            g.zero_grad()
+            loss_of(critic(generator(batch(16, 5)))).backward()
+            g.step()
+            critic.requires_grad_(True)
+            c.zero_grad()
+            loss_of(critic(batch(24, 13))).backward()
+            c.step()
+        """
+    )
+    assert ran.steps("critic") == ran.steps("generator") == 3
+    critic = ran.trace("critic").sites.to_pandas()
+    assert set(critic.query("role == 'fwd'").m) == {24}
+    errors = ran.trace("critic").errors.to_pandas()
+    assert set(errors.query("site == '0#0:wgrad'").step) == {0, 1, 2}
+
+
+def test_a_frozen_encoder_in_evaluation_mode_belongs_to_the_step_of_its_head(run):
+    ran = run(
+        """
+        encoder, head = mlp(13, 5).eval(), nn.Linear(5, 1)
+        optimizer = torch.optim.SGD([*encoder.parameters(), *head.parameters()], lr=0.1)
+        for step in range(2):
+            optimizer.zero_grad()
+            loss_of(head(encoder(batch()))).backward()
+            optimizer.step()
+        """
+    )
+    sites = ran.trace().errors.to_pandas().groupby("step").site.unique()
+    assert len(sites) == 2
+    assert all({"encoder.0#0:fwd", "head#0:fwd"} <= set(found) for found in sites)
 
 
 def test_only_the_model_asked_for(run):

@@ -10,18 +10,28 @@ import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from loka_toolkit.artifacts.dispatch_table import DispatchTable
+from loka_toolkit.artifacts.dispatch_table import DispatchTable, Entry
+from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.dispatch import build_table
 from loka_toolkit.recording import Schedule, record
 
 aten = torch.ops.aten
-FIRST = {aten.mm.default: 0, aten.bmm.default: 0, aten.addmm.default: 1, aten.baddbmm.default: 1}
+FIRST = {
+    aten.mm.default: 0,
+    aten.bmm.default: 0,
+    aten.mv.default: 0,
+    aten.dot.default: 0,
+    aten.addmm.default: 1,
+    aten.baddbmm.default: 1,
+    aten.addmv.default: 1,
+}
 
 
 class Products(TorchDispatchMode):
@@ -54,7 +64,11 @@ def emulated(ml_product: Callable[..., Any]) -> Iterator[None]:
     """Run inside as if every product of aten were one of operands in E4M3, tensorwise."""
 
     def compute(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(ml_product(a, b)).to(a.dtype)
+        left = a[None] if a.ndim == 1 else a
+        right = b[:, None] if b.ndim == 1 else b
+        product = torch.from_numpy(ml_product(left, right)).to(a.dtype)
+        product = product.squeeze(-1) if b.ndim == 1 else product
+        return product.squeeze(-1) if a.ndim == 1 else product
 
     with Products(compute):
         yield
@@ -105,12 +119,44 @@ def table_from_record(
     return build_table(made.safety_map(*cells), chip="cpu")
 
 
+def product_entries(
+    made: Any,
+    fqn: str,
+    weight: str | None,
+    sizes: tuple[int, ...],
+    *,
+    call: int = 0,
+    batch: int = 1,
+    tokens: int = 64,
+    roles: tuple[str, ...] | None = None,
+    **changes: Any,
+) -> tuple[Entry, ...]:
+    """Make the entries of a layer: sizes are (O, I) with a parameter, else (M, N, K)."""
+    if weight is not None:
+        height, width = sizes
+        dims = {"fwd": (None, height, width), "dgrad": (None, width, height)}
+        dims["wgrad"] = (height, width, None)
+    else:
+        m, n, k = sizes
+        dims = {"fwd": (m, n, k), "grad_a": (m, k, n), "grad_b": (k, n, m)}
+    entries = []
+    for role in roles or tuple(dims):
+        kind = Role(role) if weight is not None else Role.FWD
+        like = made.entry(fqn, nn.Linear(1, 1), kind, tokens=tokens, **changes)
+        m, n, k = dims[role]
+        sizes_of = {"role": role, "call": call, "weight": weight, "m": m, "n": n, "k": k}
+        axis = like.token_axis if weight is not None else "batch"
+        entries.append(msgspec.structs.replace(like, **sizes_of, token_axis=axis, batch=batch))
+    return tuple(entries)
+
+
 @pytest.fixture(scope="session")
 def walk(made: Any) -> Any:
     """The functions of this file under one name."""
 
     class Walk:
         Products = Products
+        LINEAR_ROLES = (Role.FWD, Role.DGRAD, Role.WGRAD)
 
     Walk.run_step = staticmethod(run_step)
     Walk.emulated = staticmethod(lambda: emulated(made.ml_product))
@@ -119,4 +165,5 @@ def walk(made: Any) -> Any:
             made, model, inputs, path, **changes
         )
     )
+    Walk.entries = staticmethod(lambda *args, **more: product_entries(made, *args, **more))
     return Walk
