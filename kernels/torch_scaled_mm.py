@@ -150,7 +150,7 @@ class TorchScaledMM:
         if self._is_rowwise and scale.ndim < 2:
             # The kernel wants both scales by row: one number repeats.
             rows = (*operand.shape[:-1], 1), (*operand.shape[:-2], 1, operand.shape[-1])
-            scale = scale.expand(rows[which]).contiguous()
+            scale = scale * scale.new_ones(rows[which])
         if side is Side.A:
             data = padded(stored, stored.shape[-2], _aligned(stored.shape[-1]))
             return Prepared(data, scale, operand.shape, side)
