@@ -74,6 +74,10 @@ class TorchScaledMM:
         fast = self.fp8.accumulation is Accumulation.FAST
         return f"torch.nn.functional.scaled_mm(use_fast_accum={fast})"
 
+    @property
+    def _is_rowwise(self) -> bool:
+        return Scaling.ROWWISE in self.fp8.scalings
+
     def version(self) -> str | None:
         """Return the version of torch."""
         return str(torch.__version__)
@@ -108,7 +112,7 @@ class TorchScaledMM:
             return "no CUDA kernel of scaled_mm sums in float32 throughout; see promoted-128"
         if self.fp8.format_a == self.fp8.format_b == E5M2.name:
             return "CUDA refuses e5m2 times e5m2; one factor must be e4m3"
-        if self.fp8.scaling is Scaling.ROWWISE and problem.dtype is not torch.bfloat16:
+        if self._is_rowwise and problem.dtype is not torch.bfloat16:
             if capability != CUBLAS_ROWWISE_CAPABILITY:
                 return (
                     f"row-wise scaling writes {problem.dtype} at compute capability 9.0 only and "
@@ -143,11 +147,15 @@ class TorchScaledMM:
         if scale is None:
             scale = operand_scale(operand, fmt, self.fp8.scalings[which], side.value)
         stored = cast(operand, fmt, scale)
+        if self._is_rowwise and scale.ndim < 2:
+            # The kernel wants both scales by row: one number repeats.
+            rows = (*operand.shape[:-1], 1), (*operand.shape[:-2], 1, operand.shape[-1])
+            scale = scale * scale.new_ones(rows[which])
         if side is Side.A:
             data = padded(stored, stored.shape[-2], _aligned(stored.shape[-1]))
             return Prepared(data, scale, operand.shape, side)
         k, n = _aligned(stored.shape[-2]), _aligned(stored.shape[-1])
-        if self.fp8.scaling is Scaling.ROWWISE:
+        if self._is_rowwise:
             columns = scale.reshape(*stored.shape[:-2], 1, stored.shape[-1])
             ones = scale.new_ones(*stored.shape[:-2], 1, n - stored.shape[-1])
             scale = torch.cat([columns, ones], dim=-1)
@@ -200,8 +208,8 @@ class TorchScaledMM:
         scale_b: torch.Tensor,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        rowwise = self.fp8.scaling is Scaling.ROWWISE
-        grain = functional.ScalingType.RowWise if rowwise else functional.ScalingType.TensorWise
+        kinds = functional.ScalingType
+        grain = kinds.RowWise if self._is_rowwise else kinds.TensorWise
         return functional.scaled_mm(
             a,
             b,
