@@ -2,9 +2,11 @@
 
 Blockwise products run on compute capability 9.0 from CUDA 12.9 on (cuBLASLt). Each block's sum is
 scaled and promoted to float32, so the recipes are those with ``promoted-128``. What cuBLASLt wants,
-met here by zero padding: K a multiple of 128, A's rows and B's columns multiples of 16, scales of
-1x128 blocks with the rows (columns) innermost, and scales of 128x128 blocks with K innermost and
-their number along K padded to a multiple of 4.
+met here by zero padding: both factors in E4M3, K a multiple of 128, A's rows and B's columns
+multiples of 16; scales of 1x128 blocks as [rows, blocks] with the rows innermost, B's too as those
+of its transpose; scales of 128x128 blocks with K innermost and their number along K padded to a
+multiple of 4. Run on an H200 (torch 2.11, CUDA 13.0): 74 dB with float32 outputs, 55 dB with
+bfloat16, up to 4096 x 4096 x 4096.
 
 mxfp8 needs compute capability 10.0; there scales are e8m0, swizzled in tiles of 128x4 (cuBLAS
 documentation, "1D block scaling factors layout"). This file was run on 9.0 only: replay judges it
@@ -105,8 +107,10 @@ class TorchBlockwise:
             )
         if self.fp8.accumulation is Accumulation.FP32 and not self._is_mx:
             return "no CUDA kernel of scaled_mm sums in float32 throughout; see promoted-128"
-        if self.fp8.format_a == self.fp8.format_b == E5M2.name:
+        if self._is_mx and self.fp8.format_a == self.fp8.format_b == E5M2.name:
             return "CUDA refuses e5m2 times e5m2; one factor must be e4m3"
+        if not self._is_mx and E5M2.name in (self.fp8.format_a, self.fp8.format_b):
+            return "scaled_mm has 128-blocks of e4m3 only"
         return None
 
     def prepare(
@@ -176,7 +180,7 @@ class TorchBlockwise:
             b.data,
             a.scale.mT.contiguous().mT,
             kinds.BlockWise1x128,
-            _weight_scale(b.scale) if self.parameter else b.scale.contiguous(),
+            _weight_scale(b.scale) if self.parameter else b.scale.contiguous().mT,
             kinds.BlockWise128x128 if self.parameter else kinds.BlockWise1x128,
             output_dtype=out_dtype,
         )

@@ -33,7 +33,7 @@ SHAPES = [(13, 39, 5), (1, 117, 1), (0, 16, 16), (130, 300, 260), (7, 0, 3), (33
         ("torch.scaled_mm/e4m3/blockwise/promoted-128", Role.FWD, B200, "9.0 only and B200"),
         ("torch.scaled_mm/e4m3/blockwise/promoted-128", Role.FWD, CPU, "on a CPU"),
         ("torch.scaled_mm/e4m3/blockwise/fp32", Role.FWD, H200, "promoted-128"),
-        ("torch.scaled_mm/e5m2/blockwise/promoted-128", Role.FWD, H200, "one factor must be e4m3"),
+        ("torch.scaled_mm/e5m2-e4m3/blockwise/promoted-128", Role.FWD, H200, "e4m3 only"),
         ("torch.scaled_mm/e4m3/mxfp8/fp32", Role.WGRAD, H200, "SM100"),
         ("torch.scaled_mm/e4m3/mxfp8/fp32", Role.WGRAD, B200, None),
         ("torch.scaled_mm/e4m3fnuz/blockwise/fp32", Role.FWD, H200, "gfx942"),
