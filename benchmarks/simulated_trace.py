@@ -293,7 +293,9 @@ def _write(path: Path, schema: TableSchema, columns: Columns, rank: int) -> None
     count = len(next(iter(columns.values())))
     filled = {}
     for column in schema.columns:
-        neutral = None if column.nullable else _NEUTRAL[column.type]
+        neutral = column.default
+        if neutral is None and not column.nullable:
+            neutral = _NEUTRAL[column.type]
         filled[column.name] = columns.get(column.name, [neutral] * count)
     if "rank" in filled:
         filled["rank"] = [rank] * count

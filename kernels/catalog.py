@@ -18,6 +18,8 @@ def catalog() -> tuple[Candidate, ...]:
     from loka_toolkit.kernels import (
         emulated,
         reference,
+        torch_blockwise,
+        torch_hybrid,
         torch_matmul,
         torch_scaled_mm,
         triton_scaled_mm,
@@ -27,6 +29,8 @@ def catalog() -> tuple[Candidate, ...]:
         reference.Reference(),
         *torch_matmul.candidates(),
         *torch_scaled_mm.candidates(),
+        *torch_blockwise.candidates(),
+        *torch_hybrid.candidates(),
         *triton_scaled_mm.candidates(),
         *emulated.candidates(),
     )

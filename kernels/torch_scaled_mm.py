@@ -29,7 +29,7 @@ from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.kernels.contract import Chip, Prepared, Problem, Side
 from loka_toolkit.kernels.reference import PRODUCT_ROLES
 from loka_toolkit.numerics.casting import cast
-from loka_toolkit.numerics.formats import E4M3, E5M2
+from loka_toolkit.numerics.formats import E5M2, FNUZ_FORMATS
 from loka_toolkit.numerics.recipes import Accumulation, Recipe, Scaling, all_recipes
 from loka_toolkit.numerics.scaling import operand_scale
 
@@ -74,6 +74,10 @@ class TorchScaledMM:
         fast = self.fp8.accumulation is Accumulation.FAST
         return f"torch.nn.functional.scaled_mm(use_fast_accum={fast})"
 
+    @property
+    def _is_rowwise(self) -> bool:
+        return Scaling.ROWWISE in self.fp8.scalings
+
     def version(self) -> str | None:
         """Return the version of torch."""
         return str(torch.__version__)
@@ -88,6 +92,8 @@ class TorchScaledMM:
                 f"scaled_mm multiplies one pair of matrices at a time, and {problem.batch} calls "
                 f"are too many (limit {largest})"
             )
+        if {f.name for f in self.fp8.formats} & set(FNUZ_FORMATS):
+            return f"{self.fp8.format_a} needs gfx942 (AMD CDNA 3), and {chip.name} is none"
         if problem.dtype not in OUTPUT_DTYPES:
             return f"scaled_mm does not write {problem.dtype}"
         if chip.capability is None:
@@ -106,13 +112,13 @@ class TorchScaledMM:
             return "no CUDA kernel of scaled_mm sums in float32 throughout; see promoted-128"
         if self.fp8.format_a == self.fp8.format_b == E5M2.name:
             return "CUDA refuses e5m2 times e5m2; one factor must be e4m3"
-        if self.fp8.scaling is Scaling.ROWWISE and problem.dtype is not torch.bfloat16:
+        if self._is_rowwise and problem.dtype is not torch.bfloat16:
             if capability != CUBLAS_ROWWISE_CAPABILITY:
                 return (
                     f"row-wise scaling writes {problem.dtype} at compute capability 9.0 only and "
                     f"{have}; it writes torch.bfloat16 on any"
                 )
-            if _cuda_version() < CUBLAS_ROWWISE_CUDA:
+            if cuda_version() < CUBLAS_ROWWISE_CUDA:
                 return (
                     f"row-wise scaling writes {problem.dtype} from CUDA 12.9 on and torch was "
                     f"built for {torch.version.cuda}; it writes torch.bfloat16 with any"
@@ -141,15 +147,19 @@ class TorchScaledMM:
         if scale is None:
             scale = operand_scale(operand, fmt, self.fp8.scalings[which], side.value)
         stored = cast(operand, fmt, scale)
+        if self._is_rowwise and scale.ndim < 2:
+            # The kernel wants both scales by row: one number repeats.
+            rows = (*operand.shape[:-1], 1), (*operand.shape[:-2], 1, operand.shape[-1])
+            scale = scale * scale.new_ones(rows[which])
         if side is Side.A:
-            data = _padded(stored, stored.shape[-2], _aligned(stored.shape[-1]))
+            data = padded(stored, stored.shape[-2], _aligned(stored.shape[-1]))
             return Prepared(data, scale, operand.shape, side)
         k, n = _aligned(stored.shape[-2]), _aligned(stored.shape[-1])
-        if self.fp8.scaling is Scaling.ROWWISE:
+        if self._is_rowwise:
             columns = scale.reshape(*stored.shape[:-2], 1, stored.shape[-1])
             ones = scale.new_ones(*stored.shape[:-2], 1, n - stored.shape[-1])
             scale = torch.cat([columns, ones], dim=-1)
-        return Prepared(_padded(stored.mT, n, k).mT, scale, operand.shape, side)
+        return Prepared(padded(stored.mT, n, k).mT, scale, operand.shape, side)
 
     def run(self, a: Prepared, b: Prepared, out_dtype: torch.dtype) -> torch.Tensor:
         """Return the product [.., M, N], unpadded.
@@ -198,8 +208,8 @@ class TorchScaledMM:
         scale_b: torch.Tensor,
         out_dtype: torch.dtype,
     ) -> torch.Tensor:
-        rowwise = self.fp8.scaling is Scaling.ROWWISE
-        grain = functional.ScalingType.RowWise if rowwise else functional.ScalingType.TensorWise
+        kinds = functional.ScalingType
+        grain = kinds.RowWise if self._is_rowwise else kinds.TensorWise
         return functional.scaled_mm(
             a,
             b,
@@ -212,7 +222,6 @@ class TorchScaledMM:
         )
 
 
-_FORMATS = frozenset({E4M3.name, E5M2.name})
 _SCALINGS = (Scaling.TENSORWISE, Scaling.ROWWISE, Scaling.STATIC)
 
 
@@ -221,11 +230,11 @@ def candidates() -> tuple[TorchScaledMM, ...]:
     return tuple(
         TorchScaledMM(recipe)
         for recipe in all_recipes().values()
-        if {recipe.format_a, recipe.format_b} <= _FORMATS and recipe.scaling in _SCALINGS
+        if set(recipe.scalings) <= set(_SCALINGS)
     )
 
 
-def _cuda_version() -> tuple[int, ...]:
+def cuda_version() -> tuple[int, ...]:
     """Return the CUDA version of this torch; that of today's wheels where it was built without."""
     if torch.version.cuda is None:
         return (13, 0)
@@ -241,7 +250,7 @@ def _scale_of(scale: torch.Tensor, item: int) -> torch.Tensor:
     return scale[item] if scale.ndim == 3 else scale
 
 
-def _padded(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+def padded(stored: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Return a contiguous copy with zeros (code 0 in every FP8 format) at the end of both dims."""
     leading = stored.shape[:-2]
     out = torch.zeros(*leading, rows, columns, dtype=torch.uint8, device=stored.device)

@@ -91,6 +91,9 @@ _TILES = (
 )
 _FILLS_A_GPU = 120
 
+_DECODING_TILE = Tile(64, 64, 32, warps=4, stages=2)
+"""Of float32 values, which take four times the memory, and no tensor core."""
+
 
 def scaled_product(
     a: torch.Tensor,
@@ -141,7 +144,8 @@ def scaled_product(
         left, right = left.view(torch.uint8), right.view(torch.uint8)
     # The interpreter rounds float32 to 16 bits in its own way; torch does it there.
     written = out if not interpreted() else out.to(torch.float32)
-    tile = tile or tile_for(m, n, k, batch)
+    if tile is None:
+        tile = _DECODING_TILE if decoded and not interpreted() else tile_for(m, n, k, batch)
     scales = [_scale(s, x, d) for s, x, d in ((scale_a, left, 1), (scale_b, right, 2))]
     with launching_on(a.device):
         _product[(batch * triton.cdiv(m, tile.m) * triton.cdiv(n, tile.n),)](

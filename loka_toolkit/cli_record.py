@@ -21,7 +21,7 @@ HELP = (
     "Put `loka record` where `python` stands: loka record -o RUN train.py --epochs 3, or "
     "loka record -o RUN -m package.train --epochs 3. Options of loka come before the script."
     "\n\n"
-    "Steps are counted at optimizer steps; the loss is read off the graph at backward. The model is "
+    "Steps are counted at optimizer steps; the loss is read off the graph at backward. A model is "
     "what is called with gradients and held by an optimizer. Models of different optimizers are "
     "told apart and recorded to RUN/NAME each; a single one to RUN itself."
     "\n\n"
@@ -105,7 +105,8 @@ def record(
     )
     with stdout_kept_free() if json else contextlib.nullcontext():
         summary = record_script(Program(target, arguments, is_module=module is not None), options)
-    emit_on_stderr(summary, as_json=json, quiet=quiet, lines=script_lines(summary))
+    if summary.rank == 0:
+        emit_on_stderr(summary, as_json=json, quiet=quiet, lines=script_lines(summary))
     for complaint in summary.complaints:
         fail(complaint)
     if summary.exit_code:

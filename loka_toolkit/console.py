@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import signal
@@ -136,7 +137,7 @@ def emit_on_stderr(value: Any, *, as_json: bool, quiet: bool, lines: Sequence[st
 
 @contextmanager
 def stdout_kept_free() -> Iterator[None]:
-    """Send to stderr what a script, and any process it starts, prints on stdout."""
+    """Send to stderr what a script, and any process it starts, prints on stdout, also at exit."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)
@@ -146,6 +147,13 @@ def stdout_kept_free() -> Iterator[None]:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+        # Registered last, it runs before what the script registered.
+        atexit.register(_send_stdout_to_stderr)
+
+
+def _send_stdout_to_stderr() -> None:
+    sys.stdout.flush()
+    os.dup2(2, 1)
 
 
 def printable(text: str) -> str:

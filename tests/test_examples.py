@@ -7,18 +7,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+from loka_toolkit.artifacts.trace import Trace
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(name: str, *arguments: str | Path) -> str:
+def run(name: str, *arguments: str | Path, launcher: tuple[str | Path, ...] = ()) -> str:
     result = subprocess.run(
-        [sys.executable, ROOT / "examples" / name, *map(str, arguments)],
+        [sys.executable, *launcher, ROOT / "examples" / name, *map(str, arguments)],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
+
+
+def test_a_plain_script_is_recorded_and_prints_what_it_prints_alone(tmp_path):
+    launcher = ("-m", "loka_toolkit.cli", "record", "--first", "2", "--out", tmp_path / "run")
+    recorded = run("train_plain.py", "--epochs", "2", launcher=launcher)
+    assert recorded == run("train_plain.py", "--epochs", "2")
+    assert Trace.open(tmp_path / "run").manifest.status.steps_seen == 40
 
 
 def test_the_stages_in_order(tmp_path):

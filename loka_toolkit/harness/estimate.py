@@ -8,8 +8,14 @@ from pathlib import Path
 
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.harness.workloads import Workload, workloads_of
-from loka_toolkit.numerics.recipes import BASELINE_RECIPES, parse_recipe
-from loka_toolkit.numerics.roofline import ChipData, cast_time_us, chip_data, gemm_time_us
+from loka_toolkit.numerics.recipes import parse_recipe
+from loka_toolkit.numerics.roofline import (
+    ChipData,
+    cast_time_us,
+    chip_data,
+    gemm_time_us,
+    unsupported,
+)
 
 BASELINE = "bf16"
 """What FP8 competes with on chips that have it."""
@@ -28,7 +34,8 @@ class Estimate:
         k: Contraction length.
         recipe: Recipe name.
         chip: Chip name.
-        gemm_us: Predicted time of the product alone, in microseconds.
+        gemm_us: Predicted time of the product alone, in microseconds; None if the chip does not
+            compute the recipe.
         cast_a_us: Predicted time of the cast of A alone; 0 for a baseline.
         cast_b_us: The same of B.
         baseline: The recipe compared with.
@@ -36,6 +43,7 @@ class Estimate:
         speedup: baseline_us over the sum of the others, every cast charged in full; None if
             nothing is computed.
         measured: Whether the chip's constants come from measurements on it.
+        reason: Why the chip does not compute the recipe; None if it does.
     """
 
     site: str
@@ -46,13 +54,14 @@ class Estimate:
     k: int
     recipe: str
     chip: str
-    gemm_us: float
+    gemm_us: float | None
     cast_a_us: float
     cast_b_us: float
     baseline: str
     baseline_us: float
     speedup: float | None
     measured: bool
+    reason: str | None = None
 
 
 def estimate(
@@ -77,8 +86,7 @@ def estimate(
     data = chip_data(chip)
     names = tuple(trace.manifest.recipes if recipes is None else recipes)
     for name in names:
-        if name not in BASELINE_RECIPES:
-            parse_recipe(name)
+        parse_recipe(name)
     return tuple(
         _estimate(workload, name, data)
         for workload in workloads_of(trace).workloads
@@ -87,15 +95,14 @@ def estimate(
 
 
 def _estimate(workload: Workload, recipe: str, chip: ChipData) -> Estimate:
-    p = workload.problem
-    gemm = gemm_time_us(p.batch, p.m, p.n, p.k, recipe, chip)
+    p, parsed = workload.problem, parse_recipe(recipe)
+    reason = unsupported(parsed, chip)
     baseline = gemm_time_us(p.batch, p.m, p.n, p.k, BASELINE, chip)
-    cast_a = cast_b = 0.0
-    if recipe not in BASELINE_RECIPES:
-        scaling_a, scaling_b = parse_recipe(recipe).scalings
-        cast_a = cast_time_us(p.batch * p.m, p.k, scaling_a, chip)
-        cast_b = cast_time_us(p.batch * p.n, p.k, scaling_b, chip)
-    total = gemm + cast_a + cast_b
+    gemm, cast_a, cast_b = None, 0.0, 0.0
+    if reason is None:
+        gemm = gemm_time_us(p.batch, p.m, p.n, p.k, recipe, chip)
+        cast_a = cast_time_us(p.batch * p.m, p.k, parsed.scaling_a, chip)
+        cast_b = cast_time_us(p.batch * p.n, p.k, parsed.scaling_b, chip)
     return Estimate(
         site=str(workload.site),
         role=workload.site.role.value,
@@ -110,6 +117,7 @@ def _estimate(workload: Workload, recipe: str, chip: ChipData) -> Estimate:
         cast_b_us=cast_b,
         baseline=BASELINE,
         baseline_us=baseline,
-        speedup=baseline / total if gemm > 0 else None,
+        speedup=baseline / (gemm + cast_a + cast_b) if gemm else None,
         measured=chip.measured,
+        reason=reason,
     )

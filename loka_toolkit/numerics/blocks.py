@@ -50,11 +50,13 @@ def spread(scale: torch.Tensor, block: Block, shape: torch.Size) -> torch.Tensor
     """Return the scale of every element: [.., rows, columns] of ``shape``.
 
     Args:
-        scale: One number per block, [.., ceil(rows / block rows), ceil(columns / block columns)].
+        scale: One number per block, [.., ceil(rows / block rows), ceil(columns / block columns)]
+            or more, of padding.
         block: Rows and columns of a block.
         shape: Of the factor.
     """
     for dim, size in ((-2, block[0]), (-1, block[1])):
         if size > 1:
-            scale = scale.repeat_interleave(size, dim=dim).narrow(dim, 0, shape[dim])
-    return scale.expand(*scale.shape[:-2], shape[-2], shape[-1])
+            scale = scale.repeat_interleave(size, dim=dim)
+        scale = scale.narrow(dim, 0, shape[dim])
+    return scale

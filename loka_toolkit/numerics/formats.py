@@ -158,6 +158,9 @@ E8M0 = ScaleFormat("e8m0", 8, 127, 0xFF, torch.float8_e8m0fnu)
 FP8_FORMATS: dict[str, FloatFormat] = {f.name: f for f in (E4M3, E5M2, E4M3FNUZ, E5M2FNUZ)}
 """Formats of scaled operands."""
 
+FNUZ_FORMATS: dict[str, FloatFormat] = {f.name: f for f in (E4M3FNUZ, E5M2FNUZ)}
+"""Those of AMD's CDNA 3 (gfx942)."""
+
 WIDE_FORMATS: dict[str, FloatFormat] = {f.name: f for f in (BF16, FP16, TF32, FP32)}
 """Formats of operands that are not scaled."""
 

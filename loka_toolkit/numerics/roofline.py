@@ -16,6 +16,10 @@ sustain 75 % of peak, bytes move at 8 TB/s while all of them fit the L2, and a r
 are overestimates of FP8 at 16384 x 1024 x 512. An H100 takes the same constants with its own
 bandwidth: an extrapolation and not a measurement.
 
+Assumed and not measured: blockwise products take the time of promoted ones and their casts that of
+rowwise casts; a hybrid computes at the rate of its 16-bit format and moves one byte per element of
+its FP8 factor.
+
 Not modelled: tile and wave quantization, split K, short rows in a rowwise cast beyond a cost per
 row, and whatever a library does wrong. It ranks sites before a GPU is at hand; it replaces no
 timing.
@@ -28,6 +32,7 @@ import math
 
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.errors import ConfigurationError, UnknownNameError
+from loka_toolkit.numerics.formats import FNUZ_FORMATS, FORMATS
 from loka_toolkit.numerics.recipes import (
     BASELINE_RECIPES,
     Accumulation,
@@ -37,7 +42,7 @@ from loka_toolkit.numerics.recipes import (
 )
 
 FP8_ALIGNMENT = 16
-"""N and K of an FP8 product are padded to multiples of this."""
+"""N and K of an FP8 product are padded to multiples of this; K of block scales to whole blocks."""
 
 PROMOTION_SLOWDOWN = 1.15
 """Time of a GEMM whose accumulator is promoted, over one with fast accumulation, where compute
@@ -124,27 +129,33 @@ def gemm_time_us(
 
     Raises:
         UnknownNameError: If there is no such recipe.
-        ConfigurationError: If a dimension is negative.
+        ConfigurationError: If a dimension is negative, or the chip does not compute the recipe.
     """
     _check_dimensions(batch, m, n, k)
     if batch * m * n == 0:
         return 0.0
-    kind, in_bytes, slowdown = _arithmetic(recipe)
+    parsed = parse_recipe(str(recipe))
+    why = unsupported(parsed, chip)
+    if why is not None:
+        raise ConfigurationError(f"{parsed} has no time on {chip.name}: {why}")
+    kind, slowdown = _arithmetic(parsed)
     if kind == "fp8":
-        n, k = _aligned(n), _aligned(k)
+        n, k = _aligned(n), _aligned(k, parsed.block_length or FP8_ALIGNMENT)
     rate = chip.peak_tflops[kind] * chip.sustained_share[kind] * 1e6  # FLOP per microsecond
     compute = 2.0 * batch * m * n * k / rate * slowdown
-    moved = batch * ((m * k + k * n) * in_bytes + m * n * out_bytes)
+    bytes_a, bytes_b = (fmt.torch_dtype.itemsize for fmt in parsed.formats)
+    moved = batch * (m * k * bytes_a + k * n * bytes_b + m * n * out_bytes)
     return chip.gemm_launch_us + math.hypot(compute, _memory_us(moved, chip))
 
 
 def cast_time_us(
     rows: int, columns: int, scaling: Scaling, chip: ChipData, *, source_bytes: int = 2
 ) -> float:
-    """Return the time of a stand-alone cast to FP8, in microseconds.
+    """Return the time of a stand-alone cast, in microseconds.
 
-    Static: read and write once. Rowwise: the same plus a cost per row. Tensorwise: the tensor is
-    read twice, by two kernels, because its amax must be known first.
+    Static: read and write once. Rowwise and blocks: the same plus a cost per row. Tensorwise: the
+    tensor is read twice, by two kernels, because its amax must be known first. Unscaled: a wider
+    source is read and written in 16 bits; a 16-bit one is left as it is.
 
     Args:
         rows: Rows, batch included.
@@ -160,10 +171,13 @@ def cast_time_us(
     elements = rows * columns
     if elements == 0:
         return 0.0
+    if scaling is Scaling.UNSCALED:
+        moved = elements * (source_bytes + 2)
+        return chip.cast_launch_us + _memory_us(moved, chip) if source_bytes > 2 else 0.0
     once = chip.cast_launch_us + _memory_us(elements * (source_bytes + 1), chip)
     if scaling is Scaling.STATIC:
         return once
-    if scaling is Scaling.ROWWISE:
+    if scaling is not Scaling.TENSORWISE:
         return once + rows * chip.cast_row_ns * 1e-3
     return once + chip.cast_launch_us + _memory_us(elements * source_bytes, chip)
 
@@ -200,7 +214,8 @@ def predicted_speedup(
             default those of the baseline.
 
     Returns:
-        The ratio; None if the chip has no data, the role is no product, or nothing is computed.
+        The ratio; None if the chip has no data or does not compute the recipe (see
+        :func:`unsupported`), the role is no product, or nothing is computed.
 
     Raises:
         UnknownNameError: If recipe or baseline do not exist.
@@ -212,15 +227,17 @@ def predicted_speedup(
     if baseline not in BASELINE_RECIPES:
         raise UnknownNameError("baseline", baseline, BASELINE_RECIPES)
     _check_dimensions(batch, m, n, k)
-    fp8 = None if str(recipe) in BASELINE_RECIPES else parse_recipe(str(recipe))
+    parsed = parse_recipe(str(recipe))
     chip = CHIPS.get(chip_name)
     if chip is None or role is Role.NORM or batch * m * n == 0:
         return None
-    width = _arithmetic(baseline)[1] if source_bytes is None else source_bytes
+    if unsupported(parsed, chip) is not None:
+        return None
+    width = FORMATS[baseline].torch_dtype.itemsize if source_bytes is None else source_bytes
     time = gemm_time_us(batch, m, n, k, recipe, chip, out_bytes=width)
-    if fp8 is not None:
-        time += cast_a * cast_time_us(batch * m, k, fp8.scaling_a, chip, source_bytes=width)
-        time += cast_b * cast_time_us(batch * n, k, fp8.scaling_b, chip, source_bytes=width)
+    if not parsed.is_baseline:
+        time += cast_a * cast_time_us(batch * m, k, parsed.scaling_a, chip, source_bytes=width)
+        time += cast_b * cast_time_us(batch * n, k, parsed.scaling_b, chip, source_bytes=width)
     return gemm_time_us(batch, m, n, k, baseline, chip, out_bytes=width) / time
 
 
@@ -229,17 +246,34 @@ def _memory_us(moved_bytes: float, chip: ChipData) -> float:
     return moved_bytes / ((chip.l2_tb_per_s if fits else chip.copy_tb_per_s) * 1e6)
 
 
-def _arithmetic(recipe: Recipe | str) -> tuple[str, int, float]:
-    """Return the arithmetic, its bytes per operand element, and its slow-down."""
-    name = str(recipe)
-    if name in BASELINE_RECIPES:
-        return name, 4 if name in ("fp32", "tf32") else 2, 1.0
-    accumulation = parse_recipe(name).accumulation
-    return "fp8", 1, 1.0 if accumulation is Accumulation.FAST else PROMOTION_SLOWDOWN
+def unsupported(recipe: Recipe, chip: ChipData) -> str | None:
+    """Return why a chip does not compute a recipe; None if it does.
+
+    Sources: PTX ISA, ``tcgen05.mma`` with ``kind::mxf8f6f4`` (sm_100a); AMD's CDNA 3 instruction
+    set architecture, whose FP8 formats are the fnuz twins; torch's constraints on block scales.
+    """
+    if not {recipe.format_a, recipe.format_b}.isdisjoint(FNUZ_FORMATS):
+        return f"{recipe.format_a} and its twin need gfx942, an AMD CDNA 3 chip"
+    have = f"{chip.name} has {chip.capability[0]}.{chip.capability[1]}"
+    if recipe.scaling is Scaling.MXFP8 and chip.capability < (10, 0):
+        return f"tensor cores scale blocks of mxfp8 from compute capability 10.0 on, and {have}"
+    if recipe.scaling is Scaling.BLOCKWISE and chip.capability != (9, 0):
+        return f"blockwise products need compute capability 9.0, and {have}"
+    return None
 
 
-def _aligned(length: int) -> int:
-    return -(-length // FP8_ALIGNMENT) * FP8_ALIGNMENT
+def _arithmetic(recipe: Recipe) -> tuple[str, float]:
+    """Return the arithmetic and its slow-down."""
+    if recipe.is_baseline:
+        return recipe.format_a, 1.0
+    if recipe.is_hybrid:
+        return next(f.name for f in recipe.formats if not f.is_fp8), 1.0
+    fast = recipe.accumulation is Accumulation.FAST
+    return "fp8", 1.0 if fast else PROMOTION_SLOWDOWN
+
+
+def _aligned(length: int, to: int = FP8_ALIGNMENT) -> int:
+    return -(-length // to) * to
 
 
 def _check_dimensions(*dimensions: int) -> None:

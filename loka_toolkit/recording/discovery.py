@@ -61,7 +61,7 @@ class FoundModel:
     _expected: list[weakref.ref[Optimizer]] = dataclasses.field(default_factory=list)
     _stepped: set[int] = dataclasses.field(default_factory=set)
     _loss_scale: torch.Tensor | None = None
-    _had_forward: bool = False
+    _called: set[int] = dataclasses.field(default_factory=set)
     _only_evaluated: bool = True
     _is_void: bool = False
 
@@ -75,16 +75,22 @@ class FoundModel:
         """Whether an optimizer holds parameters of the model."""
         return any(one() is optimizer for one in self._expected)
 
-    def begin_forward(self, *, is_training: bool) -> None:
-        """Finish the step whose optimizers have stepped; drop one whose gradients are not used."""
+    def begin_forward(self, module: nn.Module, *, is_trained: bool) -> None:
+        """Finish the step whose optimizers have stepped; drop one whose gradients are not used.
+
+        Args:
+            module: The module that is called: the model, or a part of it.
+            is_trained: Whether it is in training mode and not frozen.
+        """
         if self._stepped:
             self.finish_step()
-        elif self._had_forward and (self._is_void or (self._only_evaluated and is_training)):
+        is_repeated = id(module) in self._called
+        if is_repeated and (self._is_void or (self._only_evaluated and is_trained)):
             if self.recorder is not None:
                 self.recorder.restart_step()
             self._begin_anew()
-        self._had_forward = True
-        self._only_evaluated = self._only_evaluated and not is_training
+        self._called.add(id(module))
+        self._only_evaluated = self._only_evaluated and not is_trained
 
     def end_optimizer(self, optimizer: Optimizer, loss_scale: torch.Tensor | None) -> None:
         """Count a step once every optimizer of the model has stepped."""
@@ -103,7 +109,7 @@ class FoundModel:
         Another model's optimizer has stepped: what went through this model went for that one. Or
         a gradient scaler found Inf or NaN.
         """
-        self._is_void = self._had_forward
+        self._is_void = bool(self._called)
 
     def finish_step(self) -> None:
         """Tell the recorder of a step."""
@@ -122,9 +128,9 @@ class FoundModel:
 
     def _begin_anew(self) -> None:
         self._stepped.clear()
+        self._called.clear()
         self._loss_scale = None
-        self._had_forward = self._is_void = False
-        self._only_evaluated = True
+        self._is_void, self._only_evaluated = False, True
 
 
 class Discovery:
@@ -190,13 +196,15 @@ class Discovery:
 
     def _begin_forward(self, module: nn.Module) -> None:
         models, is_new = self._parts_of(module)
-        if is_new:
+        # A critic may be frozen while its generator is trained: that is no forward of its own.
+        is_trained = bool(trained_parameters(module))
+        if is_new and is_trained:
             self._find(module)
             models, is_new = self._parts_of(module)
             if is_new:  # what is left of it belongs to no module: do not search every time
                 self._known[id(module)] = (weakref.ref(module), models, False)
         for model in models:
-            model.begin_forward(is_training=module.training)
+            model.begin_forward(module, is_trained=is_trained and module.training)
 
     def _end_step(self, optimizer: Optimizer, loss_scale: torch.Tensor | None) -> None:
         self._refresh()
@@ -238,7 +246,7 @@ class Discovery:
         known = self._known.get(id(module))
         if known is not None and known[0]() is module:
             return known[1], known[2]
-        mine = trained_parameters(module)
+        mine = {id(parameter) for parameter in module.parameters()}  # frozen ones may thaw
         models = [model for model in self.models if model.lineup.parameters & mine]
         taken = {p for model in models for p in model.lineup.parameters}
         is_new = bool((mine - taken) & set(held_by(self._scout.optimizers())))

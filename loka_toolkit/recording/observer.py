@@ -22,19 +22,15 @@ from loka_toolkit.recording.products import (
     dtype_name,
     layout_of,
 )
+from loka_toolkit.recording.samples import Sample
 from loka_toolkit.recording.sampling import RowLayout, Sampler
+from loka_toolkit.recording.scalebook import ScaleBook, contraction_axes
 from loka_toolkit.recording.settings import RecorderSettings
 from loka_toolkit.recording.statistics import operand_statistics
 from loka_toolkit.recording.upstream import Follower, LayoutOf
 from loka_toolkit.recording.views import ForwardView
-from loka_toolkit.recording.whatif import (
-    EXHAUSTIVE_PRODUCTS,
-    PROBE_PRODUCTS,
-    Sample,
-    ScaleBook,
-    contraction_axes,
-    recipe_errors,
-)
+from loka_toolkit.recording.whatif import EXHAUSTIVE_PRODUCTS, PROBE_PRODUCTS, recipe_errors
+from loka_toolkit.recording.whole import WholeSample
 
 
 @dataclasses.dataclass
@@ -105,7 +101,9 @@ class Observer:
         self._note_operands(record, layer, key, factors, (True, True))
         self._note_joint(record, layer, factors)
         sample = Sample.of(factors, rows=place.rows, columns=None, batch=place.batch)
-        layer.forward_errors = self._errors(key, layer, factors, sample, self.exhaustive, shape.n)
+        layer.forward_errors = self._errors(
+            record.step, key, layer, factors, sample, self.exhaustive, shape.n
+        )
         record.layers.append(layer)
         record.flops_seen += shape.flops
         return layer
@@ -135,9 +133,8 @@ class Observer:
         m, n, _ = factors.dims
         sampled, columns = self._sampler.gradient(factors.batch, m, n, record.step, str(key))
         sample = Sample.of(factors, rows=sampled.rows, columns=columns, batch=sampled.batch)
-        errors = self._errors(
-            key, layer, factors, sample, PROBE_PRODUCTS, len(columns) if columns is not None else n
-        )
+        taken = len(columns) if columns is not None else n
+        errors = self._errors(record.step, key, layer, factors, sample, PROBE_PRODUCTS, taken)
         if factors.role is Role.WGRAD:
             if factors.a.ndim == 2 and record.nonfinite is None:
                 cross = CrossMoments.of(factors.left, factors.right)
@@ -227,6 +224,7 @@ class Observer:
 
     def _errors(
         self,
+        step: int,
         key: SiteKey,
         layer: Layer,
         factors: Factors,
@@ -234,7 +232,10 @@ class Observer:
         budget: int,
         columns: int,
     ) -> SiteErrors:
-        errors = recipe_errors(factors, sample, self.settings.recipes, layer.book, budget)
+        is_complete = sample.exact.numel() == factors.batch * factors.dims[0] * factors.dims[1]
+        generator = self._sampler.generator(step, f"{key}/whole")
+        whole = WholeSample.of(factors, generator, sample if is_complete else None)
+        errors = recipe_errors(factors, sample, self.settings.recipes, layer.book, budget, whole)
         casts = {}
         for error in errors:
             casts[error.recipe.name] = _cast_columns(factors, layer.book, error)

@@ -8,10 +8,14 @@ import zlib
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 GRADIENT_OUTPUTS = 1 << 14
 """Outputs of a gradient site on which errors are computed: an SQNR within 0.1 dB."""
 _SQUARE = 128
+
+EVEN_SHARE = 0.3
+"""Share of the probability that does not depend on size."""
 
 _CHEAP_OUTPUTS = 1 << 15
 """Outputs of a forward site up to which ``max_rows`` counts examples and not their rows."""
@@ -173,6 +177,38 @@ class Sampler:
 def draw(count: int, limit: int, seed: int) -> torch.Tensor | None:
     """Return ``limit`` of ``count`` indices, sorted; None for all of them."""
     return _draw(np.random.default_rng(seed), count, limit)
+
+
+def draw_by_size(
+    generator: np.random.Generator, sizes: NDArray[np.float64], count: int
+) -> tuple[torch.Tensor | None, NDArray[np.float64]]:
+    """Draw indices with probabilities that grow with a size; the largest are taken surely.
+
+    Args:
+        generator: Random numbers.
+        sizes: Non-negative, one per unit.
+        count: How many to draw.
+
+    Returns:
+        Sorted indices, None for all, and the inverse probability of each.
+    """
+    if len(sizes) <= count:
+        return None, np.ones(len(sizes))
+    total = sizes.sum()
+    even = np.full(len(sizes), 1.0 / len(sizes))
+    usable = np.isfinite(total) and total > 0
+    share = (1 - EVEN_SHARE) * sizes / total + EVEN_SHARE * even if usable else even
+    probability, sure = count * share, np.zeros(len(sizes), dtype=bool)
+    while (probability[~sure] > 1).any():
+        sure |= probability > 1
+        rest = count - sure.sum()
+        probability = np.where(sure, 1.0, rest * share / share[~sure].sum())
+    order = generator.permutation(len(sizes))
+    ends = np.cumsum(probability[order])
+    ends[-1] = count  # whatever was lost in rounding
+    points = np.arange(count) + generator.uniform()
+    chosen = np.unique(order[np.searchsorted(ends, points, side="right")])
+    return torch.from_numpy(chosen.astype(np.int64)), 1.0 / probability[chosen]
 
 
 def _draw(generator: np.random.Generator, count: int, limit: int) -> torch.Tensor | None:

@@ -129,7 +129,7 @@ def verify_impact(
             float64 multiplies something else than in its own precision.
     """
     for name in recipes:
-        if parse_recipe(name).scaling is Scaling.STATIC:
+        if parse_recipe(name).has_static_scale:
             raise ConfigurationError(
                 f"{name} needs the amax of earlier steps; verify a tensorwise recipe instead"
             )

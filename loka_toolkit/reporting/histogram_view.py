@@ -14,7 +14,7 @@ from loka_toolkit.artifacts.map_facts import OperandScale
 from loka_toolkit.artifacts.safety_map import Cell
 from loka_toolkit.artifacts.sites import GEMM_OPERANDS, Operand, Role
 from loka_toolkit.artifacts.trace import AMAX_QUANTILES, HISTOGRAM_LOG2_MIN, check_histogram
-from loka_toolkit.numerics.formats import FP8_FORMATS, FloatFormat
+from loka_toolkit.numerics.formats import E4M3, E5M2, FloatFormat
 from loka_toolkit.numerics.recipes import Recipe, Scaling
 from loka_toolkit.reporting import formatting as fmt
 
@@ -169,7 +169,7 @@ def histogram(
     first, last = _drawn(counts, total)
     shares = counts / total
     cut = float(shares[:first].sum() + shares[last:].sum())
-    clips = recipe is not None and recipe.scaling is Scaling.STATIC
+    clips = recipe is not None and _scaling(recipe, side) is Scaling.STATIC
     fates = _fates(shares, windows[0], clips) if windows and spread is None else None
     form_name = windows[0].format if windows else ""
     caption = _caption(name, rows, steps, form_name, fates, note, cut)
@@ -196,7 +196,7 @@ def _is_parametric(cell: Cell) -> bool:
 
 
 def _windows(chosen: FloatFormat, top: float) -> tuple[Window, ...]:
-    forms = [chosen, *(form for form in FP8_FORMATS.values() if form is not chosen)]
+    forms = [chosen, *(form for form in (E4M3, E5M2) if form is not chosen)]
     return tuple(
         Window(
             format=form.name,
@@ -210,6 +210,10 @@ def _windows(chosen: FloatFormat, top: float) -> tuple[Window, ...]:
     )
 
 
+def _scaling(recipe: Recipe, side: str) -> Scaling:
+    return recipe.scalings[0 if side == "a" else 1]
+
+
 def _top(
     cell: Cell,
     side: str,
@@ -221,7 +225,12 @@ def _top(
     unit: float,
 ) -> tuple[float | None, tuple[float, float] | None, str]:
     """Return log2 of the largest value held, its spread over rows, and where the scale is from."""
-    if recipe.scaling is Scaling.ROWWISE:
+    scaling = _scaling(recipe, side)
+    if scaling.block_length is not None:
+        return None, None, "Every block has a window of its own, so none is drawn."
+    if scaling is Scaling.UNSCALED:
+        return math.log2(form.max), None, "Nothing is scaled: the window is that of the format."
+    if scaling is Scaling.ROWWISE:
         along_rows = (Role(cell.role), side, _is_parametric(cell)) in _ROW_AMAX
         column = "row_amax_quantiles" if along_rows else "column_amax_quantiles"
         lists = [row[column] for row in rows if len(row[column]) == len(AMAX_QUANTILES)]
@@ -239,11 +248,11 @@ def _top(
             f"Scaled per {what}: the window of the median {what} is drawn; its top moves between "
             "the two dotted lines for nine in ten of them.",
         )
-    if recipe.scaling is Scaling.STATIC and static is not None and form.name in static.scale:
+    if scaling is Scaling.STATIC and static is not None and form.name in static.scale:
         scale = static.scale[form.name] * unit
         if math.isfinite(scale) and scale > 0:
             return math.log2(scale * form.max), None, "The window is that of the static scale."
-    is_static = recipe.scaling is Scaling.STATIC
+    is_static = scaling is Scaling.STATIC
     follows = "." if is_static else "; the scale follows each step's amax, so nothing is clipped."
     usable = [value for value in decode_scales if math.isfinite(value) and value > 0]
     if usable:
@@ -253,7 +262,7 @@ def _top(
             "The window is that of the median scale over the sampled steps" + follows,
         )
     amaxes = [row["amax"] for row in rows if row["amax"] is not None and row["amax"] > 0]
-    if recipe.scaling is Scaling.TENSORWISE and amaxes:
+    if scaling is Scaling.TENSORWISE and amaxes:
         return (
             math.log2(statistics.median(amaxes)),
             None,

@@ -169,7 +169,7 @@ def estimate_lines(estimates: Sequence[Estimate]) -> list[str]:
             row.recipe,
             f"{row.batch}x{row.m}x{row.n}x{row.k}",
             f"{row.baseline_us:.1f}",
-            f"{row.cast_a_us + row.cast_b_us + row.gemm_us:.1f}",
+            "-" if row.gemm_us is None else f"{row.cast_a_us + row.cast_b_us + row.gemm_us:.1f}",
             "-" if row.speedup is None else f"{row.speedup:.2f}",
         ]
         for row in estimates
@@ -183,6 +183,7 @@ def estimate_lines(estimates: Sequence[Estimate]) -> list[str]:
         f"predicted for {chip} by roofline ({basis}); nothing was run; casts are charged in full",
         "",
         *table_lines(headers, rows),
+        *dict.fromkeys(f"no time for {e.recipe}: {e.reason}" for e in estimates if e.reason),
     ]
 
 

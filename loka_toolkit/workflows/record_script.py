@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import fnmatch
 import os
+import time
 from pathlib import Path
 
 import msgspec
 from torch import nn
 
 from loka_toolkit.artifacts.trace import Trace
-from loka_toolkit.errors import LokaError, NoMatchError, UnknownNameError
+from loka_toolkit.errors import ArtifactError, LokaError, NoMatchError, UnknownNameError
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPE_NAMES
 from loka_toolkit.numerics.scaling import STATIC_HEADROOM
 from loka_toolkit.recording.claim import admitted, launching
@@ -104,6 +105,7 @@ class ScriptSummary(msgspec.Struct, frozen=True):
     Attributes:
         program: The script.
         outcome: How it ended.
+        rank: Which of several processes speaks: the first one reads the traces.
         models: The models that it trained.
         problem: Why nothing was recorded; null if something was.
         failures: What went wrong inside of loka.
@@ -111,6 +113,7 @@ class ScriptSummary(msgspec.Struct, frozen=True):
 
     program: str
     outcome: Outcome
+    rank: int
     models: tuple[ScriptModel, ...]
     problem: str | None
     failures: tuple[str, ...]
@@ -125,8 +128,9 @@ class ScriptSummary(msgspec.Struct, frozen=True):
     @property
     def complaints(self) -> list[str]:
         """Why the exit code is not 0."""
-        found = [f"{self.program} {self.outcome.message}"] if self.outcome.message else []
-        return found + ([self.problem] if self.problem else [])
+        if self.outcome.message:
+            return [f"{self.program} {self.outcome.message}"]
+        return [self.problem] if self.problem else []
 
 
 def record_script(program: Program, options: ScriptOptions) -> ScriptSummary:
@@ -147,6 +151,8 @@ def record_script(program: Program, options: ScriptOptions) -> ScriptSummary:
     is_first_rank = os.environ.get("RANK", "0") == "0"
     if is_first_rank:
         check_free(options.out, force=options.force)
+    # The script may change its directory.
+    options = dataclasses.replace(options, out=options.out.absolute())
     with launching("loka record"):
         return _Session(program, options).run()
 
@@ -183,6 +189,7 @@ class _Session:
         return ScriptSummary(
             program=self._program.name,
             outcome=outcome,
+            rank=self._rank,
             models=tuple(self._describe(model) for model in discovery.models),
             problem=self._problem(),
             failures=tuple(discovery.failures),
@@ -246,8 +253,12 @@ class _Session:
             elif path == out:
                 target = out / unused(folder_name(name), taken)
             if target != path:
-                move_trace(path, target, self._rank)
-                self._paths[name] = target
+                try:
+                    move_trace(path, target, self._rank)
+                except OSError as error:
+                    self._notes[name] = f"its trace stays in {path}: {error.strerror or error}"
+                else:
+                    self._paths[name] = target
 
     def _check_names(self) -> None:
         names = [model.name for model in self._discovery.models]
@@ -257,13 +268,21 @@ class _Session:
             raise NoMatchError("module", pattern, self._modules)
 
     def _describe(self, model: FoundModel) -> ScriptModel:
-        path = self._paths.get(model.name)
-        note = self._notes.get(model.name)
+        notes = [*model.notes]
+        if model.name in self._notes:
+            notes.append(self._notes[model.name])
+        trace = None
+        # Of several ranks the first one speaks.
+        if model.name in self._paths and self._rank == 0:
+            try:
+                trace = _read_summary(self._paths[model.name])
+            except (LokaError, OSError) as error:
+                notes.append(f"its trace cannot be read: {error}")
         return ScriptModel(
             name=model.name,
             type=type(model.lineup.model).__name__,
-            notes=(*model.notes, *([note] if note else [])),
-            trace=summarize_trace(Trace.open(path)) if path is not None else None,
+            notes=tuple(notes),
+            trace=trace,
         )
 
     def _problem(self) -> str | None:
@@ -289,3 +308,13 @@ class _Session:
         else:
             why = "no torch.nn.Module with parameters was called with gradients"
         return f"{name} trained nothing that can be recorded: {why}"
+
+
+def _read_summary(path: Path, patience: int = 5) -> TraceSummary:
+    """Return what a trace holds; other ranks may be merging files of theirs this very moment."""
+    for _ in range(patience):
+        try:
+            return summarize_trace(Trace.open(path))
+        except (OSError, ArtifactError):
+            time.sleep(0.5)
+    return summarize_trace(Trace.open(path))

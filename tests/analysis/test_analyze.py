@@ -336,6 +336,27 @@ def test_what_happened_is_told_first(assumed_fit: AssumedFit, write_cells) -> No
     assert "50% of the GEMM FLOPs were not seen: scatter 50%" in text
 
 
+def test_work_that_was_not_judged_or_repeated_is_told(assumed_fit: AssumedFit, write_cells) -> None:
+    steps = {
+        "step": [0, 100],
+        "status": ["recorded"] * 2,
+        "loss_scale": [1.0] * 2,
+        "gemm_flops_seen": [4e9] * 2,
+        "gemm_flops_not_judged": [2e9, 4e9],
+        "not_judged_reason": ['{"fused attention": 2e9}', '{"fused attention": 4e9}'],
+        "gemm_flops_repeated": [3e9] * 2,
+        "repeated_reason": ['{"micro-batch": 1e9, "recompute": 2e9}'] * 2,
+    }
+    facts = analyze(write_cells({(SITE, TENSORWISE): GOOD}, count=2, steps=steps)).facts
+    coverage = facts.coverage
+    assert coverage.flops_not_judged == 3e9 and coverage.flops == 10e9
+    assert coverage.not_judged_reasons == {"fused attention": 3e9}
+    assert coverage.repeated_reasons == {"micro-batch": 1e9, "recompute": 2e9}
+    text = "\n".join(facts.alerts)
+    assert "30% of the GEMM FLOPs were seen and not judged: fused attention 30%." in text
+    assert "not seen" not in text and "micro-batch" not in text
+
+
 def test_progress_is_told(assumed_fit: AssumedFit, write_cells) -> None:
     told: list[tuple[str, int, int]] = []
     path = write_cells({(SITE, TENSORWISE): GOOD})

@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import ModuleType
 
 import numpy as np
+import pyarrow as pa
 import pytest
 
 from loka_toolkit.analysis.evidence import gather
-from loka_toolkit.analysis.observations import observe, select_recipes
+from loka_toolkit.analysis.observations import observe, read_sites, select_recipes
 from loka_toolkit.artifacts.safety_map import Criterion
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.errors import (
@@ -68,12 +69,51 @@ def test_cells_are_every_site_under_every_recipe(simulator: ModuleType, tmp_path
     assert found.values[Criterion.SQNR][7, 0] == 29.0
 
 
-def test_a_site_takes_its_largest_shape(simulator: ModuleType, tmp_path) -> None:
+def test_a_site_takes_its_largest_shape_and_all_of_its_work(
+    simulator: ModuleType, tmp_path
+) -> None:
     sites = [simulator.SimulatedSite.named("a#0:fwd", m=m, n=8, k=4) for m in (13, 512, 39)]
     errors = {"step": [0], "site": ["a#0:fwd"], "recipe": [TENSORWISE], "sqnr_db": [29.0]}
     path = simulator.write_trace(tmp_path / "t", sites, errors, recipes=[TENSORWISE])
     (site,) = observe(Trace.open(path), Tolerance(), (TENSORWISE,)).sites
-    assert (site.m, site.flops) == (512, 2.0 * 512 * 8 * 4)
+    assert (site.m, site.flops) == (512, 2.0 * (13 + 512 + 39) * 8 * 4)
+
+
+def test_what_cannot_be_judged_has_no_cells_and_what_may_be_has(
+    simulator: ModuleType, tmp_path
+) -> None:
+    """Fused attention is left out; a judged convolution is not, nor a site without evidence."""
+    sites = [
+        simulator.SimulatedSite.named("attention#0:fwd", dispatchable=False),
+        simulator.SimulatedSite.named("convolution#0:fwd", dispatchable=False),
+        simulator.SimulatedSite.named("late#0:fwd"),
+    ]
+    errors = {"step": [0], "site": ["convolution#0:fwd"], "recipe": [TENSORWISE]}
+    path = simulator.write_trace(tmp_path / "t", sites, errors | {"sqnr_db": [29.0]})
+    found = observe(Trace.open(path), Tolerance(), (TENSORWISE,))
+    assert [str(site.key) for site in found.sites] == ["convolution#0:fwd", "late#0:fwd"]
+    assert not found.sites[0].dispatchable
+
+
+def test_flops_of_a_site_are_those_of_all_its_executions(simulator: ModuleType, tmp_path) -> None:
+    """Two shapes of one step add up; the step with most of them counts; a formula where unsaid."""
+    trace = Trace.open(
+        simulator.write_trace(
+            tmp_path / "t",
+            [simulator.SimulatedSite.named("a#0:fwd", m=4, n=8, k=4)],
+            {"step": [0], "site": ["a#0:fwd"], "recipe": [TENSORWISE], "sqnr_db": [29.0]},
+        )
+    )
+    (row,) = trace.sites.to_pylist()
+    rows = [
+        {**row, "flops": 100.0, "executions": 3},
+        {**row, "m": 2, "flops": 50.0, "executions": 1},
+        {**row, "m": 6, "flops": 200.0, "executions": 1, "first_step": 7},
+    ]
+    (site,) = read_sites(pa.Table.from_pylist(rows, trace.sites.schema))
+    assert site.flops == 350.0 and site.m == 6
+    (site,) = read_sites(pa.Table.from_pylist([{**row, "flops": None}], trace.sites.schema))
+    assert site.flops == 2.0 * 4 * 8 * 4
 
 
 def test_errors_of_undescribed_sites_are_named(simulator: ModuleType, tmp_path) -> None:

@@ -31,9 +31,12 @@ def test_every_recipe_has_a_candidate_and_names_are_unique() -> None:
     assert len(names) == len(set(names))
     for name, recipe in all_recipes().items():
         assert f"emulated/{name}" in names
-        ocp = {recipe.format_a, recipe.format_b} <= {"e4m3", "e5m2"}
-        if ocp and recipe.scaling in ("tensorwise", "rowwise", "static"):
+        if recipe.is_hybrid:
+            assert (f"torch.hybrid/{name}" in names) == ("fnuz" not in name)
+        elif not recipe.is_baseline:
             assert f"torch.scaled_mm/{name}" in names
+        if "blockwise" in name:
+            assert f"emulated-1x128/{name}" in names
     for baseline in BASELINE_RECIPES:
         assert f"torch.matmul/{baseline}" in names
     assert "reference/fp64" in names
@@ -56,7 +59,9 @@ def test_a_cpu_has_float32_scaled_mm_every_emulation_and_every_baseline_but_tf32
     assert {family: families.count(family) for family in set(families)} == {
         "reference": 1,
         "torch.matmul": 3,
-        "torch.scaled_mm": 12,
+        "torch.scaled_mm": 2 * 2 * 3 * 3,
+        "torch.hybrid": 2 * 4 * 2 * 3 // 2,  # OCP formats; blockwise apart
+        "torch.hybrid-1x128": 2 * 4 // 2 * 2 // 2 * 2,
         # WGRAD multiplies two activations: of blockwise recipes only the second candidate.
         "emulated": sum("blockwise" not in name for name in all_recipes()),
         "emulated-1x128": sum("blockwise" in name for name in all_recipes()),
@@ -65,7 +70,14 @@ def test_a_cpu_has_float32_scaled_mm_every_emulation_and_every_baseline_but_tf32
 
 def test_only_real_kernels_are_not_emulated() -> None:
     real = {c.name.split("/")[0] for c in catalog() if not c.emulated}
-    assert real == {"torch.matmul", "torch.scaled_mm", "triton.scaled_mm"}
+    assert real == {
+        "torch.matmul",
+        "torch.scaled_mm",
+        "torch.scaled_mm-1x128",
+        "torch.hybrid",
+        "torch.hybrid-1x128",
+        "triton.scaled_mm",
+    }
 
 
 def test_an_unknown_candidate_lists_near_misses() -> None:

@@ -33,7 +33,7 @@ SHAPES = [
     (1, 117, 33),
     (65, 117, 1),
     (17, 2613, 5),
-    (70, 300, 130),
+    (70, 200, 130),
     (64, 128, 64),
 ]
 EMPTY = [(0, 39, 5), (5, 39, 0), (5, 0, 7), (0, 0, 0)]
@@ -80,6 +80,8 @@ def test_products_of_awkward_shapes(
     m, k, n = shape
     a, b = operand(m, k, seed=m + k), operand(n, k, seed=n + k + 1).mT
     for turn, (format_a, format_b) in enumerate(PAIRS):
+        if INTERPRETED and turn % 2 != rowwise:  # slow there; a GPU takes every combination
+            continue
         dtype = DTYPES[turn % 3]
         if rowwise:
             left, right = (

@@ -7,21 +7,22 @@ import math
 import pytest
 import torch
 
-for needed in ("triton", "scipy", "pyarrow"):
-    pytest.importorskip(needed)
+pytest.importorskip("triton")
+pytest.importorskip("scipy")
+pytest.importorskip("pyarrow")
 
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.errors import ConfigurationError
 from loka_toolkit.harness.judge import judge
+from loka_toolkit.harness.run import choose_candidates
 from loka_toolkit.harness.trial import Trial
-from loka_toolkit.kernels.catalog import find_candidate
+from loka_toolkit.kernels.catalog import catalog, find_candidate
 from loka_toolkit.kernels.contract import Chip, Problem, Side
+from loka_toolkit.kernels.triton_cast import interpreted
 from loka_toolkit.kernels.triton_scaled_mm import TritonScaledMM
 from loka_toolkit.numerics.casting import cast
 from loka_toolkit.numerics.recipes import parse_recipe
 from loka_toolkit.numerics.scaling import operand_scale
-
-from loka_toolkit.kernels.triton_cast import interpreted
 
 INTERPRETED = interpreted()
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -136,3 +137,10 @@ def test_what_it_cannot_take_is_refused() -> None:
     bare = find_candidate("torch.matmul/fp32").prepare(x, Side.A)
     with pytest.raises(ConfigurationError, match="scaled operands"):
         candidate.run(bare, bare, torch.float32)
+
+
+def test_what_is_interpreted_is_not_replayed_unless_named() -> None:
+    """An emulated candidate is not timed, and neither choose nor install takes it."""
+    chosen = choose_candidates(catalog(), None, ["e4m3/tensorwise/fast"])
+    assert ("triton.scaled_mm/e4m3/tensorwise/fast" in chosen) is not INTERPRETED
+    assert "torch.scaled_mm/e4m3/tensorwise/fast" in chosen

@@ -21,6 +21,7 @@ from loka_toolkit.numerics.roofline import (
     chip_data,
     gemm_time_us,
     predicted_speedup,
+    unsupported,
 )
 
 
@@ -193,3 +194,44 @@ def test_wrong_arguments_are_named() -> None:
         gemm_time_us(1, -1, 8, 8, "bf16", H200)
     with pytest.raises(ConfigurationError, match="cast_a"):
         predicted_speedup(Role.FWD, 1, 8, 8, 8, FAST["static"], "H200", cast_a=1.5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "why"),
+    [
+        ("e4m3/mxfp8/fp32", "10.0 on, and H200 has 9.0"),
+        ("e4m3fnuz/tensorwise/fp32", "gfx942"),
+        ("e5m2fnuz-e4m3fnuz/blockwise/fp32", "gfx942"),
+        ("bf16-e4m3fnuz/rowwise/fp32", "gfx942"),
+    ],
+)
+def test_what_a_chip_does_not_compute_has_a_reason_and_no_time(recipe: str, why: str) -> None:
+    assert predicted_speedup(Role.FWD, 1, 512, 512, 512, recipe, "H200") is None
+    with pytest.raises(ConfigurationError, match=why):
+        gemm_time_us(1, 512, 512, 512, recipe, H200)
+
+
+def test_blocks_cost_what_promotion_and_rowwise_casts_cost() -> None:
+    size = (1, 8192, 1024, 1024)
+    blocks = gemm_time_us(*size, "e4m3/blockwise/promoted-128", H200)
+    assert blocks == gemm_time_us(*size, "e4m3/rowwise/promoted-128", H200)
+    ragged = gemm_time_us(1, 8192, 1024, 1025, "e4m3/blockwise/promoted-128", H200)
+    assert ragged > gemm_time_us(1, 8192, 1024, 1025, "e4m3/rowwise/promoted-128", H200)
+    rows = cast_time_us(8192, 1024, Scaling.ROWWISE, H200)
+    assert cast_time_us(8192, 1024, Scaling.BLOCKWISE, H200) == rows
+    blackwell = dataclasses.replace(H200, name="B200", capability=(10, 0))
+    assert "9.0" in str(unsupported(parse_recipe("e4m3/blockwise/fp32"), blackwell))
+    assert unsupported(parse_recipe("e4m3/mxfp8/fp32"), blackwell) is None
+
+
+def test_a_hybrid_computes_in_16_bits_and_moves_one_byte_less() -> None:
+    """Compute-bound no faster than BF16, memory-bound (a thin product with a weight) faster."""
+    name = "bf16-e4m3/static/fp32"
+    wide = gemm_time_us(1, 8192, 8192, 8192, "bf16", H200)
+    assert gemm_time_us(1, 8192, 8192, 8192, name, H200) == pytest.approx(wide, rel=0.02)
+    thin = gemm_time_us(1, 16, 8192, 8192, "bf16", H200)
+    bytes_moved = (2 * 16 * 8192 * 2 + 8192 * 8192, 2 * 16 * 8192 * 2 + 2 * 8192 * 8192)
+    saved = (bytes_moved[1] - bytes_moved[0]) / (H200.copy_tb_per_s * 1e6)
+    assert thin - gemm_time_us(1, 16, 8192, 8192, name, H200) == pytest.approx(saved, rel=0.05)
+    assert cast_time_us(64, 64, Scaling.UNSCALED, H200) == 0.0
+    assert cast_time_us(64, 64, Scaling.UNSCALED, H200, source_bytes=4) > H200.cast_launch_us

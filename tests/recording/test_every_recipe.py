@@ -165,9 +165,11 @@ def test_a_run_records_them_all(record_run) -> None:  # type: ignore[no-untyped-
             )
         ]
         error = emulate(x, w.T, recipe, scale_a=scales[0], scale_b=scales[1]).double() - exact
-        # Metrics come from 8,192 of the 39,900 elements, in whole rows of very unequal size.
+        # The product is small enough to be judged whole; an accumulator's part comes from a sample.
         relative = float(error.norm() / exact.norm())
-        assert row.relative_frobenius == pytest.approx(relative, rel=0.2), name
+        slack = 1e-3 if name.endswith(("fast", "promoted-128")) else 1e-5
+        if name != "fp32":  # whose whole error is the order of its float32 sums
+            assert row.relative_frobenius == pytest.approx(relative, rel=slack), name
         events, turned = [], (scales[0], scales[1].mT if scales[1].ndim else scales[1])
         for v, f, s, scale, side in zip(
             (x, w), recipe.formats, recipe.scalings, turned, "aa", strict=True

@@ -55,16 +55,17 @@ def test_activation_checkpointing(record_run, reentrant, times):
     """The same sites and figures as without, every forward of the block once more."""
     x = torch.randn(5, 13)
     model = Checkpointed(times)
-    # A reentrant checkpoint is a custom function, which errors are not followed through.
-    options = {"upstream_cells": 0} if reentrant else {}
-    plain = record_run(model, squares(model, x), name="without", **options)
+    plain = record_run(model, squares(model, x), name="without")
     model.reentrant = reentrant
-    run = record_run(model, squares(model, x), name="with", **options)
+    run = record_run(model, squares(model, x), name="with")
     assert sorted(run.sites.site) == sorted(plain.sites.site)
-    columns = ["site", "recipe", "relative_frobenius", "gradient_bias"]
-    one, other = (r.errors[columns].sort_values(columns[:2]) for r in (run, plain))
-    for column in columns[2:]:
-        assert one[column].to_list() == pytest.approx(other[column].to_list(), nan_ok=True)
+    one, other = (r.errors.set_index(["site", "recipe"]).sort_index() for r in (run, plain))
+    assert one.relative_frobenius.to_dict() == pytest.approx(other.relative_frobenius.to_dict())
+    # What upstream of a gradient is reached depends on the graph, which checkpoints change.
+    weights = one.index.get_level_values("site").str.endswith("wgrad")
+    bias = one.gradient_bias[weights].to_dict()
+    assert bias == pytest.approx(other.gradient_bias[weights].to_dict())
+    assert all(value == value for value in bias.values())
     weights = dict(zip(run.sites.site, run.sites.weight, strict=True))
     assert weights == dict(zip(plain.sites.site, plain.sites.weight, strict=True))
     # Without reentrance a checkpoint stops early: nothing needs the last product of the block.

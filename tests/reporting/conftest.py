@@ -244,7 +244,8 @@ def make_trace() -> Callable[..., tr.Trace]:
             rows["sites"].append(shape | norm | {"site": "query_tower.1#0:norm",
                                                  "fqn": "query_tower.1"})  # fmt: skip
             sdpa = {"site": "attention#0:fwd", "op": "aten._scaled_dot_product_attention.default"}
-            rows["sites"].append(shape | sdpa | {"dispatchable": False})
+            sdpa |= {"dispatchable": False, "not_dispatchable_reason": "fused attention"}
+            rows["sites"].append(shape | sdpa)
         for step in steps:
             rows["steps"].append({
                 "step": step, "rank": 0, "status": "recorded", "reason": None, "loss": 0.45,

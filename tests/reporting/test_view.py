@@ -121,6 +121,20 @@ def test_healthy_complete_measured_map_raises_no_alert(make_map):
     assert build_view(Inputs(safety)).alerts == ()
 
 
+def test_coverage_tells_seen_not_judged_repeated_and_unseen_apart(make_map):
+    unseen, not_judged = {"custom op": 1e9}, {"fused attention": 3e9}
+    coverage = Coverage(5e9, 1e9, unseen, 40, 0, 3e9, not_judged, 1e9, {"micro-batch": 1e9})
+    view = build_view(Inputs(make_map(coverage=coverage)))
+    for part in ("50", "30", "belong to sites that are not judged", "10", "running again"):
+        assert part in view.coverage
+    assert view.not_judged[0].startswith("fused attention: 30")
+    assert view.repeated[0].startswith("micro-batch: 10")
+    assert view.unseen[0].startswith("custom op: 10")
+    whole = build_view(Inputs(make_map(coverage=Coverage(1e9, 0.0, {}, 40, 0))))
+    assert "not judged" not in whole.coverage and "again" not in whole.coverage
+    assert whole.not_judged == whole.repeated == ()
+
+
 def test_unhealthy_fit_comes_first(make_map):
     health = replace(
         make_map().facts.health, healthy=False, problems=("R-hat 1.2 of tau",), max_r_hat=1.2
@@ -299,6 +313,7 @@ def test_norm_sites_and_products_without_a_verdict_are_listed(view):
     (unjudged,) = view.unjudged
     assert unjudged.site == "attention#0:fwd"
     assert not unjudged.dispatchable
+    assert unjudged.reason == "fused attention"
 
 
 def test_tolerance_has_a_reason_for_each_number(artifacts, view):
