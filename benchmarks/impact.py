@@ -38,7 +38,7 @@ from scipy.stats import spearmanr
 
 from loka_toolkit.artifacts.trace import Trace
 
-FULL = Size(train=3000, record=48, fresh_batches=150, gradient_batches=12)
+FULL = Size(train=3000, record=48, fresh_batches=150, gradient_batches=48)
 QUICK = Size(train=200, record=8, fresh_batches=12, gradient_batches=3)
 QUICK_CASES = ("mlp", "deepctr-dcn-sum", "accumulation")
 
@@ -150,6 +150,7 @@ def gradients(rows: list[Row], roles: tuple[str, ...]) -> tuple[Row, Row]:
     ]
     if deviations:
         bias["median_deviation_in_standard_errors"] = float(np.median(np.abs(deviations)))
+    chosen = [r for r in chosen if r["noise_predicted"] is not None]
     noisy = [r for r in chosen if r["noise_predicted"] and r["noise_measured"] > SMALLEST_BIAS]
     noise = compared([r["noise_predicted"] for r in noisy], [r["noise_measured"] for r in noisy])
     return bias, noise
@@ -172,6 +173,9 @@ def summary(rows: list[Row], names: list[str]) -> Row:
             if key in found[f"gradient_{what}"]["all"]:
                 found[f"gradient_{what}_{key}"] = found[f"gradient_{what}"]["all"][key]
     found["gradient_null"] = sum(not is_forward(r) and not r["steps"] for r in rows)
+    found["gradient_noise_null"] = sum(
+        not is_forward(r) and r["steps"] > 0 and r["noise_predicted"] is None for r in rows
+    )
     found["models"] = {}
     for name in names:
         own = [row for row in rows if row["model"] == name]

@@ -97,13 +97,15 @@ def measure_gradients(
         with ReplacedProducts(replacement):
             loss = case.loss(double(rows), rows) * loss_scale
         found = torch.autograd.grad(loss, parameters, allow_unused=True, materialize_grads=True)
-        return [g.detach() for g in found]
+        return [part for g in found for part in (g.unbind(0) if g.ndim == 3 else (g,))]
 
     count = 0
-    sums = [torch.zeros_like(p) for p in parameters]
-    squares = np.zeros(len(parameters))
+    # A stack of matrices is several parameters in one: each is multiplied by itself.
+    stacked = [p.detach().unbind(0) if p.ndim == 3 else (p.detach(),) for p in parameters]
+    sums = [torch.zeros_like(part) for parts in stacked for part in parts]
+    squares = np.zeros(len(sums))
     products: list[list[np.ndarray]] = [[] for _ in cells]
-    energies = [np.zeros(len(parameters)) for _ in cells]
+    energies = [np.zeros(len(sums)) for _ in cells]
     norms: list[np.ndarray] = []
     for batch in batches:
         count += 1

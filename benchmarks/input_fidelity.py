@@ -1,11 +1,12 @@
 """How close FP8 errors on drawn inputs come to the errors on the true operands.
 
-Click models with hard inputs are trained on generated logs and recorded at the end. Afterwards,
-with training going on, the operands of every product are copied whole at later steps, which the
-moments have not seen, and its errors are averaged over steps and seeds. The same errors on operands
-drawn from the trace, of the same shapes, are averaged over draws and seeds. A cell is a product of
-a model under a recipe; its deviation is |drawn / true - 1|. Accumulation is exact, so that what is
-compared is what inputs decide. The last line printed is one JSON object.
+Click models with hard inputs are trained on generated logs and recorded at the end. On later
+batches, which the moments have not seen, the operands of every product are copied whole, and its
+errors are averaged over batches and seeds: with the model as it is then (``true``), and with
+training going on for some tens of steps (``later``). The same errors on operands drawn from the
+trace, of the same shapes, are averaged over draws and seeds. A cell is a product of a model under a
+recipe; its deviation is |drawn / true - 1|. Accumulation is exact, so that what is compared is what
+inputs decide. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ RECIPES = (
 ROWS = {"attention": 256}
 SPACING = 4
 WINDOW = 60
-"""Steps before the comparison in which every SPACING-th is recorded: what is measured is how well
-inputs are drawn, and not how far training moves on between a record and a replay."""
+"""Steps before the comparison in which every SPACING-th is recorded, the last of all among them:
+what is measured is how well inputs are drawn, and not how far training moves on from a record."""
 
+UNSEEN = 1_000_000
+"""First of the batches that no step was trained on."""
 EXACT = 1e-6
 """Errors below are rounding of float32: a product of single elements under their own scales."""
 
@@ -94,8 +97,8 @@ def main() -> None:
     print(json.dumps({name: value for name, value in result.items() if name != "rows"}))
 
 
-def compare(name: str, seed: int, steps: int, batches: int) -> tuple[Errors, Errors, Errors]:
-    """Return the errors of one trained model on true, drawn and unit normal operands."""
+def compare(name: str, seed: int, steps: int, batches: int) -> dict[str, Errors]:
+    """Return the errors of one trained model on true, later, drawn and unit normal operands."""
     torch.manual_seed(seed)
     taps = Taps()
     model = build(name, taps)
@@ -104,18 +107,20 @@ def compare(name: str, seed: int, steps: int, batches: int) -> tuple[Errors, Err
     decay = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps, eta_min=1e-4)
     rows = ROWS.get(name, 1024)
 
-    def train(step: int) -> None:
+    def train(step: int, *, hold: bool = False) -> None:
         batch = TensorBatch.of(log.batch(rows, seed=step))
         optimizer.zero_grad()
         logits = model(batch)
         torch.nn.functional.binary_cross_entropy_with_logits(logits, batch.clicks).backward()
+        if hold:
+            return
         optimizer.step()
         if step < steps:
             decay.step()
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "run"
-        schedule = Schedule(start=steps - WINDOW, warm_steps=0, every=SPACING)
+        schedule = Schedule(start=steps - WINDOW + SPACING - 1, warm_steps=0, every=SPACING)
         options: dict[str, Any] = {"recipes": RECIPES[:1], "max_rows": 16, "max_columns": 16}
         with record(model, path, schedule=schedule, **options) as recorder:
             for step in range(steps):
@@ -125,7 +130,7 @@ def compare(name: str, seed: int, steps: int, batches: int) -> tuple[Errors, Err
         moments = MomentsOfTrace(trace)
         drawer = InputDrawer(moments, torch.device("cpu"), seed)
         workloads = {str(w.site): w for w in workloads_of(trace).workloads}
-        truth, drawn, unit = (defaultdict(list) for _ in range(3))
+        drawn, unit = defaultdict(list), defaultdict(list)
         amax = {}
         for site, workload in workloads.items():
             for index in range(batches):
@@ -139,19 +144,25 @@ def compare(name: str, seed: int, steps: int, batches: int) -> tuple[Errors, Err
             known = tuple(float(finite_amax(x)) for x in normal)
             for recipe, error in errors(*normal, known):
                 unit[(*split(site), recipe)].append(error)
+    true, later = defaultdict(list), defaultdict(list)
+
+    def take(into: Errors) -> None:
+        for layer, tapped in (taps.found or {}).items():
+            for role, (a, b) in products(tapped).items():
+                for recipe, error in errors(a, b, amax[f"{layer}:{role}"]):
+                    into[(layer, role, recipe)].append(error)
+
+    for batch in range(batches):
+        taps.found = {}
+        train(UNSEEN + batch, hold=True)
+        take(true)
     for step in range(steps, steps + SPACING * batches):
         taps.found = {} if (step + 1) % SPACING == 0 else None
         train(step)
-        for layer, tapped in (taps.found or {}).items():
-            for role, (a, b) in products(tapped).items():
-                site = f"{layer}:{role}"
-                if site not in workloads:
-                    raise RuntimeError(f"{site} of {name} was not recorded")
-                for recipe, error in errors(a, b, amax[site]):
-                    truth[(layer, role, recipe)].append(error)
-    if set(truth) != set(drawn):
+        take(later)
+    if set(true) != set(drawn):
         raise RuntimeError(f"{name}: recorded and tapped products differ")
-    return truth, drawn, unit
+    return {"true": true, "later": later, "drawn": drawn, "unit_normal": unit}
 
 
 def split(site: str) -> tuple[str, str]:
@@ -188,25 +199,29 @@ def errors(
         yield name, float((product.double() - reference).norm()) / size
 
 
-def cells_of(model: str, found: list[tuple[Errors, Errors, Errors]]) -> Iterator[dict[str, Any]]:
+def cells_of(model: str, found: list[dict[str, Errors]]) -> Iterator[dict[str, Any]]:
     """Yield one row per cell of a model, seeds pooled."""
-    for layer, role, recipe in found[0][0]:
+    for layer, role, recipe in found[0]["true"]:
         cell = (layer, role, recipe)
-        per_seed = [[statistics.fmean(part[cell]) for part in parts] for parts in found]
-        true, drawn, unit = (statistics.fmean(column) for column in zip(*per_seed, strict=True))
+        seeds = {
+            what: [statistics.fmean(errors[what][cell]) for errors in found] for what in found[0]
+        }
+        mean = {what: statistics.fmean(values) for what, values in seeds.items()}
         yield {
             "model": model,
             "layer": layer,
             "role": role,
             "recipe": recipe,
-            "true": true,
-            "true_standard_error": standard_error([seed[0] for seed in per_seed]),
-            "drawn": drawn,
-            "drawn_standard_error": standard_error([seed[1] for seed in per_seed]),
-            "unit_normal": unit,
-            "deviation": deviation(drawn, true),
-            "unit_normal_deviation": deviation(unit, true),
-            "per_seed": [round(deviation(seed[1], seed[0]), 4) for seed in per_seed],
+            **mean,
+            "true_standard_error": standard_error(seeds["true"]),
+            "drawn_standard_error": standard_error(seeds["drawn"]),
+            "deviation": deviation(mean["drawn"], mean["true"]),
+            "later_deviation": deviation(mean["drawn"], mean["later"]),
+            "unit_normal_deviation": deviation(mean["unit_normal"], mean["true"]),
+            "per_seed": [
+                round(deviation(drawn, true), 4)
+                for drawn, true in zip(seeds["drawn"], seeds["true"], strict=True)
+            ],
         }
 
 
@@ -228,6 +243,9 @@ def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
     for role in ("fwd", "dgrad", "wgrad", "grad_a", "grad_b"):
         found = [row["deviation"] for row in rows if row["role"] == role]
         if found:
+            later = [row["later_deviation"] for row in rows if row["role"] == role]
+            result[f"worst_{role}_later"] = max(later)
+            result[f"median_{role}_later"] = statistics.median(later)
             result[f"worst_{role}"] = max(found)
             result[f"median_{role}"] = statistics.median(found)
             result[f"over_10_percent_{role}"] = sum(value > 0.1 for value in found)

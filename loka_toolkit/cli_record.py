@@ -105,7 +105,8 @@ def record(
     )
     with stdout_kept_free() if json else contextlib.nullcontext():
         summary = record_script(Program(target, arguments, is_module=module is not None), options)
-    emit_on_stderr(summary, as_json=json, quiet=quiet, lines=script_lines(summary))
+    if summary.rank == 0:
+        emit_on_stderr(summary, as_json=json, quiet=quiet, lines=script_lines(summary))
     for complaint in summary.complaints:
         fail(complaint)
     if summary.exit_code:

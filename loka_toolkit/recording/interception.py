@@ -241,8 +241,8 @@ class Interception:
     # Modules
 
     def _on_root(self, begins: bool, inputs: tuple[Any, ...]) -> None:
-        if _backward_node() is not None:
-            return  # recomputed inside of backward
+        if _backward_node() is not None or not self._is_looking:
+            return  # recomputed inside of backward, or for a pass of our own
         if not begins:
             self._phases.leave()
             return
@@ -253,6 +253,8 @@ class Interception:
 
     def _on_norm(self, fqn: str, x: torch.Tensor, y: torch.Tensor, op: str | None = None) -> None:
         phases = self._phases
+        if not self._is_looking:
+            return
         if _backward_node() is not None or phases.repeats is not None or phases.is_evaluating:
             return
         if not self._has_gradients and not phases.is_in_model:

@@ -23,6 +23,7 @@ from loka_toolkit.recording.switchboard import BACKWARD_TAP, SWITCHBOARD
 PRODUCT_NODES = frozenset(
     {"AddmmBackward0", "MmBackward0", "BmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"}
 )
+MIXED = "behind a batch normalization the gradients of examples are not independent of each other"
 _TRAINING = "_saved_training"
 """Attribute of a batch normalization's node: whether it normalized over the batch."""
 
@@ -54,7 +55,7 @@ class CapturedLoss:
         from_logits: Whether the node's input is the logit and not the probability.
         saturated: Which terms of a log loss lose their gradient in the training dtype, bool.
         bypassing: Sequence numbers of products that reach the total other than through the losses.
-        mixed: Sequence numbers of products behind a batch normalization, which mixes examples.
+        mixed: Sequence numbers of nodes behind a batch normalization, which mixes examples.
         roots: What is differentiated, until :meth:`release`.
         root_gradients: Gradients that backward is given for them, or None, likewise.
     """
@@ -212,20 +213,20 @@ def _joined(parts: list[torch.Tensor | None]) -> torch.Tensor | None:
 
 
 def _mixed(roots: list[Any]) -> frozenset[int]:
-    """Return products from which every way to the roots, or one of them, leads through a mixer."""
-    products = set()
+    """Return the nodes from which a way to the roots leads through a batch normalization."""
+    behind = set()
     seen = {(root, False) for root in roots}
     pending = list(seen)
     while pending:
         node, is_mixed = pending.pop()
         is_mixed = is_mixed or ("BatchNorm" in node.name() and getattr(node, _TRAINING, True))
-        if is_mixed and node.name() in PRODUCT_NODES:
-            products.add(int(node._sequence_nr()))
+        if is_mixed:
+            behind.add(int(node._sequence_nr()))
         for following, _ in node.next_functions:
             if following is not None and (following, is_mixed) not in seen:
                 seen.add((following, is_mixed))
                 pending.append((following, is_mixed))
-    return frozenset(products)
+    return frozenset(behind)
 
 
 def _walk(roots: list[Any]) -> tuple[list[Any], set[int]]:

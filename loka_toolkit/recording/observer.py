@@ -12,7 +12,7 @@ from loka_toolkit.artifacts.sites import Operand, Role, SiteKey
 from loka_toolkit.recording.cross import CrossMoments
 from loka_toolkit.recording.gradients import example_gradient_squares, gradient_columns
 from loka_toolkit.recording.layers import Layer, OperandSample, SiteErrors, StepRecord
-from loka_toolkit.recording.loss import CapturedLoss
+from loka_toolkit.recording.loss import MIXED, CapturedLoss
 from loka_toolkit.recording.memory import StaticAmax
 from loka_toolkit.recording.places import Slots, joint_parts, operand_parts
 from loka_toolkit.recording.products import (
@@ -147,7 +147,10 @@ class Observer:
                     "later"
                 )
             else:
-                example_gradient_squares(errors.gradient, factors, sample, layout)
+                is_mixed = record.loss is not None and layer.sequence in record.loss.mixed
+                example_gradient_squares(
+                    errors.gradient, factors, sample, MIXED if is_mixed else layout
+                )
         record.site_errors.append(errors)
         record.flops_seen += shape.flops
 

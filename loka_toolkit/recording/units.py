@@ -135,7 +135,7 @@ class LossUnits:
         is_log_loss: Whether the prediction is a logit.
         saturated: Which terms lose their gradient in the training dtype, bool; None if unknown.
         bypassing: Sequence numbers of products that the known loss does not cover.
-        mixed: Sequence numbers of products after which examples are mixed.
+        mixed: Sequence numbers of nodes after which examples are mixed.
         reason: Why impact cannot be computed; None if it can.
     """
 

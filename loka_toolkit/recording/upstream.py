@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge
 from loka_toolkit.artifacts.sites import Role, SiteKey
 from loka_toolkit.numerics.recipes import Recipe
 from loka_toolkit.recording.layers import GradientColumns, Layer, StepRecord
-from loka_toolkit.recording.loss import CapturedLoss
+from loka_toolkit.recording.loss import MIXED, CapturedLoss
 from loka_toolkit.recording.products import Factors, GradientMatch, Product, gradient_factors
 from loka_toolkit.recording.reached import (
     TABLE_NODES,
@@ -146,7 +146,7 @@ class Follower:
         wanted: dict[SiteKey, list[Recipe]] = {}
         for site, recipe in chosen:
             wanted.setdefault(site.key, []).append(recipe)
-        targets = _targets(record.step, products, nodes, layout_of)
+        targets = _targets(record.step, products, nodes, layout_of, loss.mixed)
         active = [site for site in sites if site.key in wanted]
         gradients = _backward(loss, [*targets, *(site.node for site in active)])
         for site in active:
@@ -184,20 +184,26 @@ def _sites(products: _Products) -> list[_Site]:
 
 
 def _targets(
-    step: int, products: _Products, nodes: list[Any], layout_of: LayoutOf
+    step: int,
+    products: _Products,
+    nodes: list[Any],
+    layout_of: LayoutOf,
+    mixed: frozenset[int],
 ) -> dict[Any, Reached]:
     """Return everything with a parameter, by node."""
     targets: dict[Any, Reached] = {}
     for sequence, (layer, node) in products.items():
         if layer.weight is not None and not layer.has_broadcast_weight:
             seed = step * 7919 + (sequence or 0)
-            targets[node] = ReachedWeight.of(layer, node, layout_of(layer.leading), seed)
+            layout = MIXED if sequence in mixed else layout_of(layer.leading)
+            targets[node] = ReachedWeight.of(layer, node, layout, seed)
     for node in nodes:
         if node.name() in TABLE_NODES:
             width = int(node._input_metadata[0].shape[-1])
             table = reached_table(node, layout_of, width, step)
             if table is not None:
-                targets[node] = table
+                is_mixed = int(node._sequence_nr()) in mixed
+                targets[node] = dataclasses.replace(table, layout=MIXED) if is_mixed else table
     return targets
 
 

@@ -105,6 +105,7 @@ class ScriptSummary(msgspec.Struct, frozen=True):
     Attributes:
         program: The script.
         outcome: How it ended.
+        rank: Which of several processes speaks: the first one reads the traces.
         models: The models that it trained.
         problem: Why nothing was recorded; null if something was.
         failures: What went wrong inside of loka.
@@ -112,6 +113,7 @@ class ScriptSummary(msgspec.Struct, frozen=True):
 
     program: str
     outcome: Outcome
+    rank: int
     models: tuple[ScriptModel, ...]
     problem: str | None
     failures: tuple[str, ...]
@@ -149,6 +151,8 @@ def record_script(program: Program, options: ScriptOptions) -> ScriptSummary:
     is_first_rank = os.environ.get("RANK", "0") == "0"
     if is_first_rank:
         check_free(options.out, force=options.force)
+    # The script may change its directory.
+    options = dataclasses.replace(options, out=options.out.absolute())
     with launching("loka record"):
         return _Session(program, options).run()
 
@@ -185,6 +189,7 @@ class _Session:
         return ScriptSummary(
             program=self._program.name,
             outcome=outcome,
+            rank=self._rank,
             models=tuple(self._describe(model) for model in discovery.models),
             problem=self._problem(),
             failures=tuple(discovery.failures),

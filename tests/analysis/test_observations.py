@@ -82,7 +82,7 @@ def test_a_site_takes_its_largest_shape_and_all_of_its_work(
 def test_what_cannot_be_judged_has_no_cells_and_what_may_be_has(
     simulator: ModuleType, tmp_path
 ) -> None:
-    """Fused attention is left out, a convolution with errors is not, nor a site without evidence."""
+    """Fused attention is left out; a judged convolution is not, nor a site without evidence."""
     sites = [
         simulator.SimulatedSite.named("attention#0:fwd", dispatchable=False),
         simulator.SimulatedSite.named("convolution#0:fwd", dispatchable=False),

@@ -116,9 +116,13 @@ def test_the_same_seed_gives_the_same_numbers_in_any_process(forward_trace: Trac
     again = here(forward_trace, isolate=True, **options)
     other = here(forward_trace, seed=1, **options)
     assert [without_times(r) for r in first.rows] == [without_times(r) for r in again.rows]
+    ran = 0
     for one, two in zip(first.rows, other.rows, strict=True):
-        assert one.total_sqnr_db != two.total_sqnr_db
         assert one.workload_digest != two.workload_digest
+        if one.status == two.status == "ok":
+            ran += 1
+            assert one.total_sqnr_db != two.total_sqnr_db
+    assert ran >= 6  # two FP8 recipes and one baseline, fwd and wgrad; others need other chips
 
 
 def test_products_of_activations_and_odd_shapes(writer: Any) -> None:
@@ -146,9 +150,7 @@ def test_products_of_activations_and_odd_shapes(writer: Any) -> None:
     rows = {(row.site, row.candidate.split("/")[0]): row for row in results.rows}
     assert len(rows) == 9 * 3
     for (site, library), row in rows.items():
-        batched = site.startswith("dot") and library == "torch.scaled_mm"
-        expected = Status.UNSUPPORTED if batched else Status.OK
-        assert row.status is expected, (site, library, row.detail)
+        assert row.status is Status.OK, (site, library, row.detail)
     for role in ("fwd", "grad_a", "grad_b"):
         row = rows[f"dot#0:{role}", "emulated"]
         assert row.inputs == "moments"

@@ -59,10 +59,13 @@ def test_activation_checkpointing(record_run, reentrant, times):
     model.reentrant = reentrant
     run = record_run(model, squares(model, x), name="with")
     assert sorted(run.sites.site) == sorted(plain.sites.site)
-    columns = ["site", "recipe", "relative_frobenius", "gradient_bias"]
-    one, other = (r.errors[columns].sort_values(columns[:2]) for r in (run, plain))
-    for column in columns[2:]:
-        assert one[column].to_list() == pytest.approx(other[column].to_list(), nan_ok=True)
+    one, other = (r.errors.set_index(["site", "recipe"]).sort_index() for r in (run, plain))
+    assert one.relative_frobenius.to_dict() == pytest.approx(other.relative_frobenius.to_dict())
+    # What upstream of a gradient is reached depends on the graph, which checkpoints change.
+    weights = one.index.get_level_values("site").str.endswith("wgrad")
+    bias = one.gradient_bias[weights].to_dict()
+    assert bias == pytest.approx(other.gradient_bias[weights].to_dict())
+    assert all(value == value for value in bias.values())
     weights = dict(zip(run.sites.site, run.sites.weight, strict=True))
     assert weights == dict(zip(plain.sites.site, plain.sites.weight, strict=True))
     # Without reentrance a checkpoint stops early: nothing needs the last product of the block.

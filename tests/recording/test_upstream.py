@@ -273,6 +273,27 @@ def test_a_summed_loss_is_followed_alike(record_run, batch):
     assert row.gradient_noise_ratio == pytest.approx(noise, rel=2e-3)
 
 
+def test_noise_behind_a_batch_normalization_is_null(record_run, batch):
+    torch.manual_seed(33)
+    model = nn.Sequential(
+        nn.Linear(WIDTH, 9), nn.Linear(9, 7), nn.BatchNorm1d(7), nn.ReLU(), nn.Linear(7, 1)
+    )
+    x = torch.randn(ROWS, WIDTH)
+
+    def loss(_: int) -> torch.Tensor:
+        return F.binary_cross_entropy_with_logits(model(x).squeeze(-1), batch[-1])
+
+    run = record_run(model, loss, recipes=RECIPES, upstream_cells=99, name="training")
+    for site in ("1#0:dgrad", "0#0:wgrad", "1#0:wgrad", "4#0:dgrad"):
+        row = run.error(site, RECIPES[0])
+        assert pd.notna(row.gradient_bias) and pd.isna(row.gradient_noise_ratio), site
+        assert "batch normalization" in row.gradient_reason
+    assert pd.notna(run.error("4#0:wgrad", RECIPES[0]).gradient_noise_ratio)
+    model.eval()
+    run = record_run(model, loss, recipes=RECIPES, upstream_cells=99, name="evaluation")
+    assert run.errors[~run.errors.site.str.endswith("fwd")].gradient_noise_ratio.notna().all()
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_a_gpu_follows_as_the_cpu_does(record_run, batch):
