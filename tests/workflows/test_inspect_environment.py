@@ -49,7 +49,7 @@ def test_a_candidate_for_two_activations_is_asked_for_those(refusals):
         ("H200", "9.0", "torch.scaled_mm/e4m3fnuz/rowwise/fp32", False),
     ],
 )
-def test_chips_run_what_the_table_in_the_readme_says(refusals, chip, capability, name, runs):
+def test_chips_run_what_docs_recipes_says(refusals, chip, capability, name, runs):
     assert (refusals(chip, capability)[name] is None) == runs
 
 
