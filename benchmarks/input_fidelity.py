@@ -2,8 +2,8 @@
 
 Click models with hard inputs are trained on generated logs and recorded at the end. On later
 batches, which the moments have not seen, the operands of every product are copied whole, and its
-errors are averaged over batches and seeds: with the model as it is then (``true``), and with
-training going on for some tens of steps (``later``). The same errors on operands drawn from the
+errors are averaged over batches and seeds: with the weights of the last recorded step (``true``),
+and with training going on for some tens of steps (``later``). The same errors on operands drawn from the
 trace, of the same shapes, are averaged over draws and seeds. A cell is a product of a model under a
 recipe; its deviation is |drawn / true - 1|. Accumulation is exact, so that what is compared is what
 inputs decide. The last line printed is one JSON object.
@@ -124,7 +124,7 @@ def compare(name: str, seed: int, steps: int, batches: int) -> dict[str, Errors]
         options: dict[str, Any] = {"recipes": RECIPES[:1], "max_rows": 16, "max_columns": 16}
         with record(model, path, schedule=schedule, **options) as recorder:
             for step in range(steps):
-                train(step)
+                train(step, hold=step == steps - 1)
                 recorder.step()
         trace = Trace.open(path)
         moments = MomentsOfTrace(trace)
