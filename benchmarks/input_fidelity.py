@@ -2,9 +2,9 @@
 
 Click models with hard inputs are trained on generated logs and recorded at the end. On later
 batches, which the moments have not seen, the operands of every product are copied whole, and its
-errors are averaged over batches and seeds: with the model as it is then (``true``), and with
-training going on for some tens of steps (``later``). The same errors on operands drawn from the
-trace, of the same shapes, are averaged over draws and seeds. A cell is a product of a model under a
+errors are averaged over batches and seeds: with the weights of the last recorded step (``true``),
+and with training going on for some tens of steps (``later``). The same errors on operands drawn
+from the trace, of the same shapes, are averaged over draws and seeds. A cell is a product of a model under a
 recipe; its deviation is |drawn / true - 1|. Accumulation is exact, so that what is compared is what
 inputs decide. The last line printed is one JSON object.
 """
@@ -82,7 +82,7 @@ def main() -> None:
         rows += list(cells_of(model, found))
         print(f"{model}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
     result = summary(rows) | {
-        "command": "benchmarks/" + " ".join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "command": _command(),
         "models": list(models),
         "seeds": seeds,
         "steps": arguments.steps,
@@ -95,6 +95,15 @@ def main() -> None:
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     print(json.dumps({name: value for name, value in result.items() if name != "rows"}))
+
+
+def _command() -> str:
+    """Return the command line, without the file that the result goes to."""
+    words = [Path(sys.argv[0]).name, *sys.argv[1:]]
+    if "--out" in words:
+        at = words.index("--out")
+        del words[at : at + 2]
+    return "benchmarks/" + " ".join(words)
 
 
 def compare(name: str, seed: int, steps: int, batches: int) -> dict[str, Errors]:
@@ -124,7 +133,7 @@ def compare(name: str, seed: int, steps: int, batches: int) -> dict[str, Errors]
         options: dict[str, Any] = {"recipes": RECIPES[:1], "max_rows": 16, "max_columns": 16}
         with record(model, path, schedule=schedule, **options) as recorder:
             for step in range(steps):
-                train(step)
+                train(step, hold=step == steps - 1)
                 recorder.step()
         trace = Trace.open(path)
         moments = MomentsOfTrace(trace)

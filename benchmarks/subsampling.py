@@ -59,6 +59,7 @@ RECIPES = (
 )
 LIMITS = {"fwd": 0.05, "dgrad": 0.05, "wgrad": 0.20, "grad_a": 0.05, "grad_b": 0.05}
 BATCH = 4096
+LARGE_BATCH = 16384
 FLOAT32_ROUNDING = 1e-6
 """Relative errors below this are those of float32 sums and not of a recipe: blocks of one entry,
 for example, are cast without error."""
@@ -124,11 +125,12 @@ def cases(quick: bool) -> Iterator[tuple[str, Callable[[], Case]]]:
     yield "deepctr-dcn", lambda: deepctr("vector")
     if not quick:
         yield "mlp-log-counts", lambda: mlp(raw=False)
+        yield f"mlp-raw-counts-{LARGE_BATCH}", lambda: mlp(raw=True, batch=LARGE_BATCH)
         yield "deepctr-dcn-matrix", lambda: deepctr("matrix")
 
 
-def _log(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = ClickLog().batch(BATCH, seed=seed)
+def _log(seed: int, batch: int = BATCH) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    rows = ClickLog().batch(batch, seed=seed)
     counts = np.concatenate([rows.user_counts, rows.item_counts], axis=1)
     categories = np.concatenate([rows.user_categories, rows.item_categories], axis=1)
     return (
@@ -138,7 +140,7 @@ def _log(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     )
 
 
-def mlp(raw: bool) -> Case:
+def mlp(raw: bool, batch: int = BATCH) -> Case:
     """Counts beside embeddings, four layers of 256."""
     spec = ClickLogSpec()
     sizes = spec.user_cardinalities + spec.item_cardinalities
@@ -151,7 +153,7 @@ def mlp(raw: bool) -> Case:
     model = nn.ModuleDict({"embeddings": embeddings, "body": body})
 
     def loss(step: int) -> torch.Tensor:
-        counts, categories, clicks = _log(step)
+        counts, categories, clicks = _log(step, batch)
         dense = counts if raw else torch.log1p(counts)
         parts = [e(c) for e, c in zip(embeddings, categories.T, strict=True)]
         logits = body(torch.cat([dense, *parts], 1)).squeeze(-1)
@@ -285,7 +287,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="*", help="only these")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    train, steps = (10, 1) if arguments.quick else (100, 3)
+    train, steps = (10, 1) if arguments.quick else (60, 2)
     cells: list[Cell] = []
     whole = 0
     for name, build in cases(arguments.quick):

@@ -178,9 +178,9 @@ class TorchBlockwise:
         product = functional.scaled_mm(
             a.data,
             b.data,
-            a.scale.mT.contiguous().mT,
+            _column_major(a.scale),
             kinds.BlockWise1x128,
-            _weight_scale(b.scale) if self.parameter else b.scale.contiguous().mT,
+            _weight_scale(b.scale) if self.parameter else _column_major(b.scale.mT),
             kinds.BlockWise128x128 if self.parameter else kinds.BlockWise1x128,
             output_dtype=out_dtype,
         )
@@ -215,10 +215,19 @@ def candidates() -> tuple[TorchBlockwise, ...]:
     return tuple(found)
 
 
+def _column_major(scale: torch.Tensor) -> torch.Tensor:
+    """Return a copy whose strides are (1, rows) even where one of the lengths is 1."""
+    rows, columns = scale.shape
+    laid_out = torch.empty_strided(
+        (rows, columns), (1, rows), dtype=scale.dtype, device=scale.device
+    )
+    return laid_out.copy_(scale)
+
+
 def _weight_scale(scale: torch.Tensor) -> torch.Tensor:
     """Lay out scales [K blocks, N blocks] with K innermost, padded to a multiple of 4 along K."""
     missing = -scale.shape[0] % _SCALE_ALIGNMENT
-    return functional.pad(scale.mT, (0, missing), value=1.0).contiguous().mT
+    return _column_major(functional.pad(scale.mT, (0, missing), value=1.0).mT)
 
 
 def _aligned(length: int, to: int) -> int:

@@ -17,7 +17,7 @@ from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.kernels.contract import Chip, Prepared, Problem, Side
 from loka_toolkit.kernels.emulated import parameter_mismatch
 from loka_toolkit.kernels.reference import PRODUCT_ROLES, refuse_scale
-from loka_toolkit.kernels.torch_matmul import TF32_CAPABILITY
+from loka_toolkit.kernels.torch_matmul import missing_precision
 from loka_toolkit.numerics.blocks import contraction_block, spread
 from loka_toolkit.numerics.casting import cast, fake_cast
 from loka_toolkit.numerics.formats import FNUZ_FORMATS
@@ -66,13 +66,7 @@ class TorchHybrid:
             return f"role {problem.role} is no product"
         if self.parameter not in (None, problem.multiplies_parameter):
             return parameter_mismatch(problem)
-        if chip.capability is not None and self._wide is torch.bfloat16:
-            if chip.capability < TF32_CAPABILITY:
-                return (
-                    f"bf16 needs compute capability 8.0 and {chip.name} has "
-                    f"{chip.capability[0]}.{chip.capability[1]}"
-                )
-        return None
+        return missing_precision("bf16" if self._wide is torch.bfloat16 else "fp16", chip)
 
     def prepare(
         self, operand: torch.Tensor, side: Side, scale: torch.Tensor | None = None

@@ -24,6 +24,23 @@ _DTYPES = {
 }
 
 
+def missing_precision(recipe: str, chip: Chip) -> str | None:
+    """Return why a chip does not multiply in a baseline's precision; None if it does.
+
+    Args:
+        recipe: ``fp32``, ``tf32``, ``bf16`` or ``fp16``.
+        chip: The chip.
+    """
+    if recipe == "tf32" and chip.capability is None:
+        return "tf32 is an arithmetic of CUDA tensor cores; a CPU has none"
+    if chip.capability is None or recipe not in ("tf32", "bf16"):
+        return None
+    if chip.capability < TF32_CAPABILITY:
+        have = f"{chip.capability[0]}.{chip.capability[1]}"
+        return f"{recipe} needs compute capability 8.0 and {chip.name} has {have}"
+    return None
+
+
 @dataclasses.dataclass(frozen=True)
 class TorchMatmul:
     """torch.matmul in one of the baseline precisions.
@@ -57,15 +74,7 @@ class TorchMatmul:
         """Return None, or why the chip lacks the arithmetic."""
         if problem.role not in self.roles:
             return f"role {problem.role} is no product"
-        if self.recipe == "tf32" and chip.capability is None:
-            return "tf32 is an arithmetic of CUDA tensor cores; a CPU has none"
-        if chip.capability is not None and self.recipe in ("tf32", "bf16"):
-            if chip.capability < TF32_CAPABILITY:
-                return (
-                    f"{self.recipe} needs compute capability 8.0 and {chip.name} has "
-                    f"{chip.capability[0]}.{chip.capability[1]}"
-                )
-        return None
+        return missing_precision(self.recipe, chip)
 
     def prepare(
         self, operand: torch.Tensor, side: Side, scale: torch.Tensor | None = None

@@ -31,7 +31,7 @@ ALLOWED = {
 }
 """What each room may import besides itself; ``workflows``, ``cli`` and the root see everything."""
 
-HEAVY = ("pymc", "pandas", "matplotlib", "jinja2", "nutpie", "arviz", "pytensor", "numba")
+HEAVY = ("pymc", "pandas", "matplotlib", "jinja2", "nutpie", "arviz", "pytensor", "numba", "triton")
 
 
 def imported_rooms(path: Path) -> set[str]:

@@ -31,10 +31,9 @@ KIND = "loka-trace"
 SCHEMA_VERSION = 1
 
 HISTOGRAM_LOG2_MIN = -80.0
-HISTOGRAM_LOG2_MAX = 48.0
 HISTOGRAM_BINS = 256
-"""Half-octave bins of log2|x|; bin i covers [MIN + i/2, MIN + (i+1)/2); the end bins also hold what
-lies beyond them. Zeros and non-finite values are in no bin."""
+"""Half-octave bins of log2|x|; bin i covers [MIN + i/2, MIN + (i+1)/2), up to 2**48; the end bins
+also hold what lies beyond them. Zeros and non-finite values are in no bin."""
 
 AMAX_QUANTILES = (0.0, 0.05, 0.25, 0.5, 0.75, 0.95, 1.0)
 """Probabilities of the quantile lists of row, column and block amax and of row norms."""

@@ -149,31 +149,31 @@ class Executions:
             factors: Identities of the operands' storages.
             node: The node of autograd that is running.
         """
-        session = int(node._sequence_nr())
+        sequence = int(node._sequence_nr())
         fitting = [i for i, execution in enumerate(self._all) if execution.kind == kind]
         if not fitting:
             return None
-        last = self._position.get(session)
+        last = self._position.get(sequence)
         chosen = next((i for i in fitting if last is not None and i > last), None)
         if chosen is None:
-            chosen = self._first_of_session(fitting, factors, node, session)
-        self._position[session] = chosen
+            chosen = self._first_repeated(fitting, factors, node, sequence)
+        self._position[sequence] = chosen
         self._all[chosen].is_recomputed = True
         return self._all[chosen]
 
-    def _first_of_session(
-        self, fitting: list[int], factors: tuple[int, ...], node: Any, session: int
+    def _first_repeated(
+        self, fitting: list[int], factors: tuple[int, ...], node: Any, sequence: int
     ) -> int:
         fresh = [i for i in fitting if not self._all[i].is_recomputed] or fitting
         if isinstance(node, BackwardCFunction):
-            inside = [i for i in fitting if self._all[i].sequence == session]
-            inside = inside or [i for i in fresh if self._all[i].sequence > session]
+            inside = [i for i in fitting if self._all[i].sequence == sequence]
+            inside = inside or [i for i in fresh if self._all[i].sequence > sequence]
             if inside:
                 return inside[0]
         same = [i for i in fresh if self._all[i].factors == factors]
         if same:
             return same[0]
-        earlier = [i for i in fresh if self._all[i].sequence <= session]
+        earlier = [i for i in fresh if self._all[i].sequence <= sequence]
         return (earlier or fresh)[-1]
 
     def repeat(self, first: Execution, again: Execution) -> None:

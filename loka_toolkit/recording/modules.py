@@ -164,11 +164,6 @@ class ModuleTracker:
         """The innermost module that is running."""
         return self._stack[-1] if self._stack else ROOT_FQN
 
-    @property
-    def is_running(self) -> bool:
-        """Whether any module is running."""
-        return bool(self._stack)
-
     def reset_calls(self) -> None:
         """Count products anew: a forward of the model begins."""
         self._calls.clear()

@@ -11,6 +11,7 @@ from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.environment import Environment, current_environment
 from loka_toolkit.kernels.catalog import catalog
 from loka_toolkit.kernels.contract import Candidate, Chip, Problem
+from loka_toolkit.kernels.emulated import parameter_mismatch
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "analyze": ("pandas", "pymc", "nutpie", "arviz", "matplotlib", "jinja2"),
@@ -66,7 +67,19 @@ def describe_environment() -> EnvironmentDescription:
 
 
 def _state(candidate: Candidate, chip: Chip) -> CandidateState:
-    problem = Problem(Role.FWD, batch=1, m=4096, n=1024, k=1024, dtype=torch.bfloat16)
     version = candidate.version()
-    refusal = candidate.supports(problem, chip) if version else f"{candidate.library} is absent"
+    refusal = _refusal(candidate, chip) if version else f"{candidate.library} is absent"
     return CandidateState(candidate.name, version, candidate.emulated, refusal)
+
+
+def _refusal(candidate: Candidate, chip: Chip) -> str | None:
+    """Return why a candidate runs neither with a parameter nor with two activations."""
+    reasons = []
+    for parameter in (True, False):
+        problem = Problem(Role.FWD, 1, 4096, 1024, 1024, torch.bfloat16, parameter)
+        reason = candidate.supports(problem, chip)
+        if reason is None:
+            return None
+        if reason != parameter_mismatch(problem):
+            reasons.append(reason)
+    return reasons[0]

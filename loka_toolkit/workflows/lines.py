@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
@@ -153,10 +154,10 @@ def environment_lines(description: EnvironmentDescription) -> list[str]:
     rows = []
     for family, states in families.items():
         recipes = [s.name.partition("/")[2] for s in states if s.refusal is None]
-        refusals = sorted({s.refusal for s in states if s.refusal is not None})
-        first = f" ({refusals[0]})" if refusals and not recipes else ""
+        refusals = collections.Counter(s.refusal for s in states if s.refusal is not None)
+        why = "" if recipes else f" ({refusals.most_common(1)[0][0]})"
         rows.append(
-            [family, states[0].version or "absent", f"{len(recipes)} of {len(states)}" + first]
+            [family, states[0].version or "absent", f"{len(recipes)} of {len(states)}" + why]
         )
     return [*lines, "", *table_lines(["kernels", "version", "recipes that run here"], rows)]
 

@@ -154,10 +154,10 @@ def record_script(program: Program, options: ScriptOptions) -> ScriptSummary:
     # The script may change its directory.
     options = dataclasses.replace(options, out=options.out.absolute())
     with launching("loka record"):
-        return _Session(program, options).run()
+        return _ScriptRun(program, options).run()
 
 
-class _Session:
+class _ScriptRun:
     """One run of a script."""
 
     def __init__(self, program: Program, options: ScriptOptions) -> None:

@@ -11,14 +11,14 @@ import torch
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.environment import chip_of
 from loka_toolkit.kernels.catalog import catalog, find_candidate
-from loka_toolkit.kernels.contract import Candidate, Chip, Problem, Side
+from loka_toolkit.kernels.contract import Candidate, Chip, Prepared, Problem, Side
 from loka_toolkit.kernels.torch_scaled_mm import TorchScaledMM, candidates
 from loka_toolkit.numerics.accumulation import accumulate
 from loka_toolkit.numerics.casting import cast, cast_events
 from loka_toolkit.numerics.emulation import emulate
 from loka_toolkit.numerics.formats import E5M2, FP8_FORMATS, FloatFormat
 from loka_toolkit.numerics.metrics import product_error
-from loka_toolkit.numerics.recipes import Accumulation, Scaling, parse_recipe
+from loka_toolkit.numerics.recipes import Accumulation, Scaling, all_recipes, parse_recipe
 
 pytestmark = pytest.mark.gpu
 
@@ -50,6 +50,17 @@ def operands(m: int, k: int, n: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return a.to(dtype), b.to(dtype)
 
 
+def prepared(candidate: Candidate, a: torch.Tensor, b: torch.Tensor) -> tuple[Prepared, Prepared]:
+    """Return both factors, each with a scale known beforehand where the recipe wants one."""
+    recipe = all_recipes().get(candidate.recipe)
+    scalings = recipe.scalings if recipe is not None else (Scaling.UNSCALED, Scaling.UNSCALED)
+    scale_a, scale_b = (
+        torch.tensor(0.05, device="cuda") if scaling is Scaling.STATIC else None
+        for scaling in scalings
+    )
+    return candidate.prepare(a, Side.A, scale_a), candidate.prepare(b, Side.B, scale_b)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("candidate", REAL, ids=lambda c: c.name)
 def test_candidates_are_right_on_the_operands_they_see(
@@ -61,8 +72,7 @@ def test_candidates_are_right_on_the_operands_they_see(
         if reason is not None:
             pytest.skip(reason)
         a, b = operands(m, k, n, dtype)
-        scale = torch.tensor(0.05, device="cuda") if "static" in candidate.recipe else None
-        left, right = candidate.prepare(a, Side.A, scale), candidate.prepare(b, Side.B, scale)
+        left, right = prepared(candidate, a, b)
         out = candidate.run(left, right, dtype)
         assert out.shape == (m, n) and out.dtype == dtype and out.is_cuda
         found = product_error(left.dequantized() @ right.dequantized(), out).sqnr_db
@@ -76,8 +86,7 @@ def test_candidates_are_right_on_the_operands_they_see(
 @pytest.mark.parametrize("candidate", REFUSED, ids=lambda c: c.name)
 def test_cuda_refuses_e5m2_times_e5m2_as_supports_says(candidate: TorchScaledMM) -> None:
     a, b = operands(32, 32, 32, torch.bfloat16)
-    scale = torch.tensor(0.05, device="cuda") if candidate.fp8.scaling is Scaling.STATIC else None
-    left, right = candidate.prepare(a, Side.A, scale), candidate.prepare(b, Side.B, scale)
+    left, right = prepared(candidate, a, b)
     with pytest.raises((RuntimeError, ValueError, NotImplementedError)):
         candidate.run(left, right, torch.bfloat16)
 
@@ -165,10 +174,9 @@ def test_repeated_products_are_equal() -> None:
     for candidate in candidates():
         problem = Problem(Role.FWD, 1, 512, 256, 512, torch.bfloat16)
         here = Chip(chip_of(), torch.cuda.get_device_capability())
-        if candidate.fp8.scaling is Scaling.STATIC or candidate.supports(problem, here):
+        if candidate.supports(problem, here):
             continue
-        a, b = operands(512, 512, 256, torch.bfloat16)
-        left, right = candidate.prepare(a, Side.A), candidate.prepare(b, Side.B)
+        left, right = prepared(candidate, *operands(512, 512, 256, torch.bfloat16))
         first = candidate.run(left, right, torch.bfloat16)
         for _ in range(20):
             assert torch.equal(candidate.run(left, right, torch.bfloat16), first)

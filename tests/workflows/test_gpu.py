@@ -54,7 +54,12 @@ def test_models_on_a_gpu_are_told_apart_and_skipped_steps_are_none(tmp_path):
         result = subprocess.run(
             [sys.executable, *launcher, "train.py"],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(
+                    filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])
+                ),
+            },
             capture_output=True,
             text=True,
             timeout=300,
