@@ -49,7 +49,7 @@ class HookWatch:
             self._retained += not tensor.is_leaf
             torch._C.TensorBase.retain_grad(tensor)
 
-        torch.Tensor.retain_grad = retain_grad  # type: ignore[method-assign]
+        torch.Tensor.retain_grad = retain_grad  # type: ignore[method-assign, assignment]
 
     def remove(self) -> None:
         """Notice them no more; the last one leaves PyTorch as it was."""
