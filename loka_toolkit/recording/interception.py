@@ -29,6 +29,7 @@ from loka_toolkit.recording.operators import (
     unseen_flops,
 )
 from loka_toolkit.recording.phases import EVALUATION, Phases
+from loka_toolkit.recording.reruns import HOOK_WATCH
 from loka_toolkit.recording.sampling import RowLayout, find_layout
 from loka_toolkit.recording.storages import ParameterMap, StorageRegistry
 from loka_toolkit.recording.switchboard import SWITCHBOARD
@@ -94,12 +95,18 @@ class Interception:
         self._has_gradients = True
         self._is_looking = True
         self._sigmoid_inputs: dict[int, torch.Tensor] = {}
+        self._hooks = HOOK_WATCH.mark()
+        self._is_watching = False
         self.is_enabled = True
 
     def install(self) -> None:
         """Place hooks and begin to intercept."""
-        self._tracker.install()
+        HOOK_WATCH.install()
+        self._is_watching = True
+        with HOOK_WATCH.of_our_own():
+            self._tracker.install()
         SWITCHBOARD.connect(self)
+        self._hooks = HOOK_WATCH.mark()
 
     def remove(self) -> bool:
         """Remove the hooks and stop intercepting.
@@ -107,6 +114,9 @@ class Interception:
         Returns:
             False if the mode still stands, below another one; try again once that one is gone.
         """
+        if self._is_watching:
+            self._is_watching = False
+            HOOK_WATCH.remove()
         self.is_enabled = False
         self._tracker.remove()
         return SWITCHBOARD.disconnect(self)
@@ -133,6 +143,7 @@ class Interception:
             self._record.loss.backwards += 1
             return
         start = time.perf_counter()
+        self._record.no_rerun = HOOK_WATCH.since(self._hooks)
         loss.group(self._input_size)
         self._record.loss = loss
         logit = None

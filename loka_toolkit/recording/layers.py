@@ -162,6 +162,7 @@ class StepRecord:
         operands: Operand statistics.
         cross_moments: What g and x have in common, of layers with a wgrad product.
         loss: Captured loss, or None.
+        no_rerun: Why the script's graph may not be run for a pass of our own; None if it may.
         upstream: What gradient sites do to the parameters upstream, where it was followed.
         upstream_reason: Why nothing was followed; None if something was.
         logits_reason: Why the logits of saturated examples could not be read; None if they were.
@@ -184,6 +185,7 @@ class StepRecord:
     operands: list[OperandSample] = dataclasses.field(default_factory=list)
     cross_moments: list[tuple[Layer, CrossMoments]] = dataclasses.field(default_factory=list)
     loss: CapturedLoss | None = None
+    no_rerun: str | None = None
     upstream: dict[SiteKey, GradientColumns] = dataclasses.field(default_factory=dict)
     upstream_reason: str | None = None
     logits_reason: str | None = None

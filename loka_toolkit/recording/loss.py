@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from loka_toolkit.recording.loss_terms import LOSS_NODES, LossTerms, read_terms
+from loka_toolkit.recording.reruns import HOOK_WATCH, why_packed
 from loka_toolkit.recording.switchboard import BACKWARD_TAP, SWITCHBOARD
 
 PRODUCT_NODES = frozenset(
@@ -158,6 +159,9 @@ def capture(
     if len(roots) == 1 and roots[0].numel() == 1:
         captured.total = float(roots[0].detach())
     nodes, bypassing = _walk([root.grad_fn for root in roots if root.grad_fn is not None])
+    if (why := why_packed(nodes)) is not None:
+        captured.reason = f"{why}; pass step(examples=, reduction=)"
+        return captured
     every = [read_terms(node) for node in nodes]
     alike = {(t.reduction, t.examples, t.terms) for t in every}
     if len(alike) != 1:
@@ -175,8 +179,9 @@ def capture(
         captured.loss_node, captured.prediction = nodes[0], every[0].prediction
         captured.target, captured.weights = every[0].target, every[0].weights
         captured.from_logits = every[0].from_logits
-    for number, node in enumerate(nodes):
-        keep(node.register_prehook(functools.partial(_note_multiplier, captured, number)))
+    with HOOK_WATCH.of_our_own():
+        for number, node in enumerate(nodes):
+            keep(node.register_prehook(functools.partial(_note_multiplier, captured, number)))
     return captured
 
 

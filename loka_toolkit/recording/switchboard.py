@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from loka_toolkit.recording.callers import is_inside_function
 from loka_toolkit.recording.operators import NORMS, is_unseen_work, unseen_flops
+from loka_toolkit.recording.reruns import HOOK_WATCH
 from loka_toolkit.recording.storages import StorageRegistry
 from loka_toolkit.recording.work import is_work, work_of
 
@@ -240,7 +241,8 @@ class Switchboard(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for model in models:
             if id(model) not in fenced:
                 fenced.add(id(model))
-                self._fences.append(Fence(model, self._running))
+                with HOOK_WATCH.of_our_own():
+                    self._fences.append(Fence(model, self._running))
 
     def _stands(self) -> bool:
         return any(mode is self for mode in _get_current_dispatch_mode_stack())

@@ -33,6 +33,7 @@ from loka_toolkit.recording.reached import (
     reached_table,
     saved_factor,
 )
+from loka_toolkit.recording.reruns import why_packed
 from loka_toolkit.recording.sampling import RowLayout
 from loka_toolkit.recording.whatif import PROBE_PRODUCTS, Sample, recipe_errors
 
@@ -126,6 +127,8 @@ class Follower:
         nodes = _nodes([root.grad_fn for root in loss.roots if root.grad_fn is not None])
         if nodes is None:
             return "the graph holds custom functions, which are not run twice"
+        if (why := record.no_rerun or why_packed(nodes)) is not None:
+            return why
         numbers = {int(node._sequence_nr()): node for node in nodes if is_followed(node)}
         products: _Products = {
             layer.sequence: (layer, numbers[layer.sequence])
