@@ -32,7 +32,7 @@ from loka_toolkit.recording.samples import Rows, SampleCasts, as_rows, evenly_sp
 from loka_toolkit.recording.samples import Sample as Sample
 from loka_toolkit.recording.scalebook import ScaleBook as ScaleBook
 from loka_toolkit.recording.scalebook import Scales, full_scales
-from loka_toolkit.recording.whole import Shares, WholeSample
+from loka_toolkit.recording.whole import Shares, WholeSample, chance_correlation
 
 PROBE_PRODUCTS = 1 << 18
 """Products emulated one by one per recipe and site: 1 ms on one CPU core."""
@@ -86,6 +86,7 @@ def recipe_errors(
         exhaustive: Number of products up to which an inexact accumulator is emulated everywhere.
         whole: What stands for the whole product; None if ``sample`` does.
     """
+    outputs = factors.batch * factors.dims[0] * factors.dims[1]
     is_small = sample.exact.numel() * sample.a.shape[-1] <= exhaustive
     casts = SampleCasts(sample)
     whole = WholeSample(sample, None) if whole is None else whole
@@ -118,7 +119,9 @@ def recipe_errors(
             if whole_casts is casts:
                 shares = whole.shares(error)
             else:
-                shares = sums.shares.plus(Shares.of(exact, as_rows(error) - rows))
+                added = as_rows(error) - rows
+                chance = chance_correlation(exact, rows, added, outputs)
+                shares = sums.shares.plus(Shares.of(exact, added), chance)
             metrics = _with_relative(metrics, shares)
             found.append(RecipeError(recipe, as_rows(error).float(), None, None, metrics, scales))
             continue
@@ -128,12 +131,17 @@ def recipe_errors(
         without = rows[probe.flat]
         reference = exact[probe.flat]
         corrected = _corrected(sums.metrics, reference, without, total)
-        added = Shares.of(reference, total - without)
+        seen = (reference, without, total - without)
+        weights = None
         if whole.probe is not None:
             probe_casts = probe_casts or SampleCasts(whole.probe.sample)
-            drawn = probe_casts.error(recipe, scales, None)
-            added = whole.probe.shares(drawn - probe_casts.error(exactly, scales, None))
-        corrected = _with_relative(corrected, sums.shares.plus(added))
+            casts_only = probe_casts.error(exactly, scales, None)
+            added = probe_casts.error(recipe, scales, None) - casts_only
+            seen = (whole.probe.sample.exact, casts_only, added)
+            weights = whole.probe.weights
+        chance = chance_correlation(*seen, outputs, weights)
+        shares = sums.shares.plus(Shares.of(seen[0], seen[2], weights), chance)
+        corrected = _with_relative(corrected, shares)
         # Truncation shrinks a product in proportion to it; what is left varies little by row.
         energy = float(reference.square().sum())
         shrinkage = float(((total - without) * reference).sum()) / energy if energy else 0.0

@@ -72,16 +72,47 @@ class Shares:
             return cls(found / energy, float((weighted * error).sum()) / energy)
         return cls(None if found == 0 else math.inf, 0.0)
 
-    def plus(self, other: Shares) -> Shares:
+    def plus(self, other: Shares, correlation: float = 0.0) -> Shares:
         """Add an error that was measured on fewer outputs.
 
-        Of its correlation with this one only the part that is proportional to the product counts:
-        the rest averages out over a product, and over few outputs chance would decide it.
+        Args:
+            other: Its shares.
+            correlation: <this error, other> / |product|^2 beyond what both have of the product, as
+                far as it is known, see :func:`chance_correlation`.
         """
         if self.square is None or other.square is None:
             return self
-        square = self.square + other.square + 2 * self.bias * other.bias
+        square = self.square + other.square + 2 * (self.bias * other.bias + correlation)
         return Shares(max(0.0, square), self.bias + other.bias)
+
+
+def chance_correlation(
+    exact: torch.Tensor,
+    one: torch.Tensor,
+    other: torch.Tensor,
+    outputs: int,
+    weights: torch.Tensor | None = None,
+) -> float:
+    """Estimate the correlation of two errors over a product from some of its outputs.
+
+    Unrelated errors correlate by chance, over N outputs with a variance of 1 / N, and over n of
+    these with a further (1 - n / N) / n; so what is found there is shrunk by n / N, the best linear
+    estimate: all of it if the outputs are all there are, and nothing if they are few.
+
+    Args:
+        exact: The product on these outputs, float64.
+        one: An error there.
+        other: Another one.
+        outputs: Outputs of the whole product.
+        weights: Of the outputs.
+    """
+    weighted = exact if weights is None else exact * weights
+    energy = float((weighted * exact).sum())
+    if energy == 0:
+        return 0.0
+    product = float(((one * other) if weights is None else one * other * weights).sum()) / energy
+    slopes = [float((weighted * error).sum()) / energy for error in (one, other)]
+    return (product - slopes[0] * slopes[1]) * exact.numel() / outputs
 
 
 @dataclasses.dataclass(frozen=True)

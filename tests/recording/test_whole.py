@@ -15,7 +15,7 @@ from loka_toolkit.recording.samples import Sample
 from loka_toolkit.recording.sampling import draw_by_size
 from loka_toolkit.recording.scalebook import ScaleBook
 from loka_toolkit.recording.whatif import PROBE_PRODUCTS, recipe_errors
-from loka_toolkit.recording.whole import Shares, WholeSample
+from loka_toolkit.recording.whole import Shares, WholeSample, chance_correlation
 
 
 def heavy(*shape: int, seed: int, sd: float = 1.5) -> torch.Tensor:
@@ -127,5 +127,12 @@ def test_shares_of_a_sum_of_errors() -> None:
     summed = Shares.of(y, one).plus(Shares.of(y, two))
     direct = Shares.of(y, one + two)
     assert summed.bias == pytest.approx(direct.bias, rel=1e-9)
+    chance = chance_correlation(y, one, two, y.numel())
+    assert Shares.of(y, one).plus(Shares.of(y, two), chance).square == pytest.approx(
+        direct.square, rel=1e-9
+    )
+    half = chance_correlation(y[:100], one[:100], two[:100], y.numel())
+    whole = chance_correlation(y[:100], one[:100], two[:100], y[:100].numel())
+    assert half == pytest.approx(whole / 2)
     # What is left out is the correlation of two independent draws, a chance of 1 / sqrt(2e4).
     assert summed.square == pytest.approx(direct.square, rel=0.03)
