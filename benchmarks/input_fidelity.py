@@ -4,9 +4,9 @@ Click models with hard inputs are trained on generated logs and recorded at the 
 batches, which the moments have not seen, the operands of every product are copied whole, and its
 errors are averaged over batches and seeds: with the weights of the last recorded step (``true``),
 and with training going on for some tens of steps (``later``). The same errors on operands drawn
-from the trace, of the same shapes, are averaged over draws and seeds. A cell is a product of a model under a
-recipe; its deviation is |drawn / true - 1|. Accumulation is exact, so that what is compared is what
-inputs decide. The last line printed is one JSON object.
+from the trace, of the same shapes, are averaged over draws and seeds. A cell is a product of a
+model under a recipe; its deviation is |drawn / true - 1|. Accumulation is exact, so that what is
+compared is what inputs decide. The last line printed is one JSON object.
 """
 
 from __future__ import annotations
