@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, str(Path(__file__).parent))
 
 from coverage_models import CASES, Case, everything, quiet
+from coverage_scripts import SCRIPTS, run_plainly, run_recorded
 
 from loka_toolkit.artifacts.trace import Trace
 from loka_toolkit.recording import Schedule, record
@@ -168,7 +169,8 @@ class Row:
         sites: Distinct sites recorded.
         executions: Their executions.
         calls: Products counted independently.
-        profiled: Calls counted by torch.profiler; a backward convolution is one of them.
+        profiled: Calls counted by torch.profiler; a backward convolution is one of them. None of
+            scripts.
         flops: FLOPs counted independently.
         seen: FLOPs of sites recorded and judged.
         not_judged: FLOPs of sites without errors, by reason.
@@ -182,7 +184,7 @@ class Row:
     sites: int
     executions: int
     calls: int
-    profiled: int
+    profiled: int | None
     flops: float
     seen: float
     not_judged: dict[str, float]
@@ -212,20 +214,50 @@ def compare(make: Callable[[int], Case], batch: int) -> Row:
     subject = _made(make, batch, compiles=True)
     with tempfile.TemporaryDirectory() as directory:
         trace = recorded(subject, Path(directory) / "run")
-        sites = [row for row in trace.sites.to_pylist() if row["role"] != "norm"]
-        steps = trace.steps.to_pylist()[0]
+        sites = _products(trace)
+        problems = _name_problems(subject, sites)
+        return _row(subject.name, subject.library, trace, calls, flops, by_profiler, problems)
+
+
+def compare_script(name: str, library: str, text: str) -> Row:
+    """Count the one step of a script that knows of no recorder, and run ``loka record`` on it."""
+    with tempfile.TemporaryDirectory() as directory:
+        (script := Path(directory) / "train.py").write_text(text, encoding="utf-8")
+        with Counting() as count:
+            run_plainly(script)
+        trace = run_recorded(script)
+        steps = trace.steps.num_rows
+        problems = [] if steps == 1 else [f"{steps} steps recorded of one"]
+        return _row(name, library, trace, count.calls, count.flops, None, problems)
+
+
+def _products(trace: Trace) -> list[dict[str, Any]]:
+    return [row for row in trace.sites.to_pylist() if row["role"] != "norm"]
+
+
+def _row(
+    name: str,
+    library: str,
+    trace: Trace,
+    calls: Counter[str],
+    flops: Counter[str],
+    by_profiler: Counter[str] | None,
+    problems: list[str],
+) -> Row:
+    sites = _products(trace)
+    steps = trace.steps.to_pylist()[0]
     problems = [
         *_count_problems(sites, calls, flops, by_profiler),
         *_step_problems(steps, sites, sum(flops.values())),
-        *_name_problems(subject, sites),
+        *problems,
     ]
     return Row(
-        model=subject.name,
-        library=subject.library,
+        model=name,
+        library=library,
         sites=len({row["site"] for row in sites}),
         executions=sum(row["executions"] for row in sites),
         calls=sum(calls.values()),
-        profiled=sum(by_profiler.values()),
+        profiled=None if by_profiler is None else sum(by_profiler.values()),
         flops=sum(flops.values()),
         seen=steps["gemm_flops_seen"],
         not_judged=_reasons(steps["not_judged_reason"]),
@@ -248,7 +280,7 @@ def _count_problems(
     sites: list[dict[str, Any]],
     calls: Counter[str],
     flops: Counter[str],
-    by_profiler: Counter[str],
+    by_profiler: Counter[str] | None,
 ) -> list[str]:
     found: Counter[str] = Counter()
     found_flops: Counter[str] = Counter()
@@ -261,6 +293,8 @@ def _count_problems(
             problems.append(f"{op}: {found[op]} executions recorded, {calls[op]} counted")
         elif not math.isclose(found_flops[op], flops[op], rel_tol=1e-12):
             problems.append(f"{op}: {found_flops[op]:g} FLOPs recorded, {flops[op]:g} counted")
+        if by_profiler is None:
+            continue
         both = op == "aten.convolution_backward.default"  # one call, up to two products
         least = math.ceil(calls[op] / 2) if both else calls[op]
         if not least <= by_profiler[op] <= calls[op]:
@@ -306,7 +340,7 @@ def _name_problems(case: Case, sites: list[dict[str, Any]]) -> list[str]:
 # The report
 
 
-def table(rows: list[Row], batch: int) -> str:
+def table(rows: list[Row], scripts: list[Row], batch: int) -> str:
     """Return the page of the documentation."""
     lines = [
         "# What the recorder sees",
@@ -318,6 +352,31 @@ def table(rows: list[Row], batch: int) -> str:
         "those of the recorded sites. Both agree for every operator, in number and in FLOPs, and "
         "every site carries the path of an existing module and parameter.",
         "",
+        *_lines(rows),
+        "",
+        "## Through `loka record`",
+        "",
+        "Scripts of one training step that know nothing of the recorder: counted by the same mode "
+        "while they run plainly, then recorded by `loka record script.py`, in their own process.",
+        "",
+        *_lines(scripts),
+    ]
+    lines += ["", "## Why work is not judged, or counted as repeated", ""]
+    for row in rows:
+        for kind, reasons in (("not judged", row.not_judged), ("repeated", row.repeated)):
+            lines += [
+                f"- {row.model} ({row.library}), {kind}: {reason}: {100 * flops / row.flops:.3g} %"
+                for reason, flops in sorted(reasons.items(), key=lambda item: -item[1])
+            ]
+    broken = [row for row in (*rows, *scripts) if row.problems]
+    if broken:
+        lines += ["", "## Problems", ""]
+        lines += [f"- {row.model}: {problem}" for row in broken for problem in row.problems]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(rows: list[Row]) -> list[str]:
+    lines = [
         "| model | library | sites | executions | calls | MFLOP | seen | not judged | repeated | "
         "unseen |",
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -329,18 +388,7 @@ def table(rows: list[Row], batch: int) -> str:
             f"| {row.model} | {row.library} | {row.sites} | {row.executions} | {row.calls} | "
             f"{row.flops / 1e6:.3g} | {percent} |"
         )
-    lines += ["", "## Why work is not judged, or counted as repeated", ""]
-    for row in rows:
-        for kind, reasons in (("not judged", row.not_judged), ("repeated", row.repeated)):
-            lines += [
-                f"- {row.model} ({row.library}), {kind}: {reason}: {100 * flops / row.flops:.3g} %"
-                for reason, flops in sorted(reasons.items(), key=lambda item: -item[1])
-            ]
-    broken = [row for row in rows if row.problems]
-    if broken:
-        lines += ["", "## Problems", ""]
-        lines += [f"- {row.model}: {problem}" for row in broken for problem in row.problems]
-    return "\n".join(lines) + "\n"
+    return lines
 
 
 def main() -> int:
@@ -352,13 +400,15 @@ def main() -> int:
     arguments = parser.parse_args()
     batch = 6 if arguments.quick else arguments.batch
     rows = [compare(make, batch) for make in CASES]
-    page = table(rows, batch)
+    scripts = [compare_script(name, *what) for name, what in SCRIPTS.items()]
+    page = table(rows, scripts, batch)
     print(page)
     if not arguments.quick:
         (arguments.out / "coverage.md").write_text(page)
         facts = {"batch": batch, "torch": torch.__version__, "models": [vars(r) for r in rows]}
+        facts["scripts"] = [vars(r) for r in scripts]
         (arguments.out / "coverage.json").write_text(json.dumps(facts, indent=1) + "\n")
-    return int(any(row.problems for row in rows))
+    return int(any(row.problems for row in (*rows, *scripts)))
 
 
 if __name__ == "__main__":
