@@ -39,7 +39,7 @@ RECIPES = (
 )
 """Recipes considered: on a CPU, scaled_mm accumulates in float32."""
 
-CANDIDATES = ("torch.matmul/fp32", "torch.scaled_mm/*/fp32")
+CANDIDATES = ("torch.matmul/fp32", *(f"torch.scaled_mm/{recipe}" for recipe in RECIPES))
 
 _EVALUATION_SEED = 10**9
 
