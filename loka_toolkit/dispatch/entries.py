@@ -124,4 +124,5 @@ def _problem(entry: Entry, tokens: int) -> Problem:
         entry.n,
         tokens if entry.k is None else entry.k,
         torch_dtype(entry.dtype),
+        parameter=False if entry.token_axis == BATCH_AXIS else None,
     )

@@ -194,7 +194,8 @@ def options_for(group: Group, evidence: Evidence) -> tuple[Option, ...] | Refusa
 
 def problem_of(cell: Cell) -> Problem:
     """Return the product that a site computes."""
-    return Problem(Role(cell.role), cell.batch, cell.m, cell.n, cell.k, torch_dtype(cell.dtype))
+    dtype, parameter = torch_dtype(cell.dtype), None if cell.weight is not None else False
+    return Problem(Role(cell.role), cell.batch, cell.m, cell.n, cell.k, dtype, parameter)
 
 
 def torch_dtype(name: str) -> torch.dtype:

@@ -413,3 +413,13 @@ def test_token_intervals_hold_what_was_recorded(tokens):
         assert most == max(1, 2 * max(tokens))
         lower = 1 if role is not Role.WGRAD else max(1, math.ceil(min(tokens) / 2))
         assert least == lower
+
+
+@pytest.mark.parametrize(("weight", "expected"), [("layer.weight", True), (None, False)])
+def test_block_scales_are_told_whether_a_site_multiplies_a_parameter(weight, expected):
+    from types import SimpleNamespace
+
+    from loka_toolkit.dispatch.options import problem_of
+
+    cell = SimpleNamespace(role="fwd", batch=1, m=8, n=16, k=128, dtype="float32", weight=weight)
+    assert problem_of(cell).multiplies_parameter is expected
