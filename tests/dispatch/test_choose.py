@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from loka_toolkit.artifacts.dispatch_table import MissReason, Objective
 from loka_toolkit.artifacts.sites import Operand, Role
 from loka_toolkit.dispatch.choose import choose, token_interval
-from loka_toolkit.dispatch.options import Evidence
+from loka_toolkit.dispatch.options import Evidence, problem_of
 from loka_toolkit.dispatch.plans import Cast, casts_of, layer_plan, shared_cast_saving_us
 from loka_toolkit.kernels.contract import Chip
 from loka_toolkit.numerics.recipes import parse_recipe
@@ -417,9 +418,5 @@ def test_token_intervals_hold_what_was_recorded(tokens):
 
 @pytest.mark.parametrize(("weight", "expected"), [("layer.weight", True), (None, False)])
 def test_block_scales_are_told_whether_a_site_multiplies_a_parameter(weight, expected):
-    from types import SimpleNamespace
-
-    from loka_toolkit.dispatch.options import problem_of
-
     cell = SimpleNamespace(role="fwd", batch=1, m=8, n=16, k=128, dtype="float32", weight=weight)
     assert problem_of(cell).multiplies_parameter is expected
