@@ -168,7 +168,7 @@ ERRORS = TableSchema(
 
 MOMENTS = TableSchema(
     "moments",
-    2,
+    3,
     (
         Column("rank", _T.INT32, "rank that wrote the row"),
         Column("site", _T.STRING, "site at which the operand was first multiplied"),
@@ -194,6 +194,7 @@ MOMENTS = TableSchema(
         Column("product_square", _T.FLOAT64, "cross: mean of |g^T x|^2 / rows^2", True, 2),
         Column("norm_product", _T.FLOAT64, "cross: mean of |g|^2 |x|^2 over rows", True, 2),
         Column("norm_correlation", _T.FLOAT64, "cross: rank correlation of |g|, |x|", True, 2),
+        Column("equal_row_shares", _T.FLOAT32_LIST, "see below; null in older traces", True, 3),
     ),
 )
 """What replay draws from; late steps weigh more than early ones. A sample is a row of the operand
@@ -206,6 +207,9 @@ or, where ``sample_rows`` > 1, a whole matrix of a batched product; its features
   ``covariance`` and ``row_squares`` are the mean squares of the columns and rows of the rest;
 - ``tied``: b is the transpose of a, and drawn as such;
 - ``cross``: the mean of g x^T over rows: factors [r, O + I] hold its singular pairs.
+
+``equal_row_shares`` has, for each row of a sample, the share of samples in which its elements are
+all equal and not zero: such a row has no error under a scale of its own.
 """
 
 TABLES: tuple[TableSchema, ...] = (SITES, STEPS, OPERANDS, ERRORS, MOMENTS)

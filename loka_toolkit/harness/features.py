@@ -31,6 +31,8 @@ class FeatureMoments:
         marginal_counts: [features, MARGINAL_BINS]; None in older traces and for gradients.
         marginal_extremes: [2, features]: least and largest values; None likewise.
         steps: Sampled steps.
+        equal_row_shares: [rows of a sample]: share of samples in which a row's elements are all
+            equal and not zero; empty in older traces.
     """
 
     count: int
@@ -43,6 +45,7 @@ class FeatureMoments:
     marginal_counts: Vector | None = None
     marginal_extremes: Vector | None = None
     steps: int = 1
+    equal_row_shares: Vector = dataclasses.field(default_factory=lambda: np.zeros(0))
 
     @property
     def width(self) -> int:
@@ -60,6 +63,7 @@ class FeatureMoments:
             self.norm_quantiles,
             self.marginal_counts,
             self.marginal_extremes,
+            self.equal_row_shares,
         )
         return all(values is None or bool(np.isfinite(values).all()) for values in found)
 
@@ -118,7 +122,8 @@ def decode(values: dict[str, Any]) -> FeatureMoments:
     Raises:
         ArtifactCorruptError: If a list has not the length that the row's width asks for.
     """
-    features = int(values["width"]) * int(values["sample_rows"])
+    rows = int(values["sample_rows"])
+    features = int(values["width"]) * rows
     kind = values["kind"]
     mean, covariance, norms = (
         vector(values, name) for name in ("mean", "covariance", "row_norm_quantiles")
@@ -130,15 +135,22 @@ def decode(values: dict[str, Any]) -> FeatureMoments:
             f"{named}: mean of length {mean.size} and {kind} covariance of {covariance.size} "
             f"entries, expected {features} and {expected}"
         )
-    fine, counts, extremes, factors = (
+    fine, counts, extremes, factors, equal = (
         vector(values, name)
-        for name in ("norm_quantiles", "marginal_counts", "marginal_extremes", "factors")
+        for name in (
+            "norm_quantiles",
+            "marginal_counts",
+            "marginal_extremes",
+            "factors",
+            "equal_row_shares",
+        )
     )
     lengths = (
         ("row norm quantiles", norms.size, len(AMAX_QUANTILES)),
         ("norm quantiles", fine.size, len(NORM_LEVELS)),
         ("marginal counts", counts.size, features * MARGINAL_BINS),
         ("marginal extremes", extremes.size, 2 * features),
+        ("equal row shares", equal.size, rows),
         ("entries of factors", factors.size % max(features, 1), 0),
     )
     for what, found, wanted in lengths:
@@ -155,6 +167,7 @@ def decode(values: dict[str, Any]) -> FeatureMoments:
         marginal_counts=counts.reshape(features, -1) if counts.size else None,
         marginal_extremes=extremes.reshape(2, -1) if extremes.size else None,
         steps=int(values["steps"]),
+        equal_row_shares=equal,
     )
 
 
@@ -207,6 +220,7 @@ def pooled(parts: Sequence[FeatureMoments]) -> FeatureMoments:
         if counted
         else None,
         steps=max(part.steps for part in parts),
+        equal_row_shares=averaged([part.equal_row_shares for part in parts]),
     )
 
 

@@ -275,15 +275,16 @@ class InputDrawer:
         return None
 
     def _joint_sampler(self, workload: Workload, kind: int, moments: FeatureMoments) -> Sampler:
-        parts = []
+        norms, equal = [], []
         first = 0
         for name, (rows, width) in zip("ab", _shapes(workload), strict=True):
             own = self._moments.slots(workload.site.layer, name, width, rows)
             last = first + rows * width
             if kind < len(own) and own[kind].norm_quantiles.size:
-                parts.append((slice(first, last), own[kind].norm_quantiles))
+                norms.append((slice(first, last), own[kind].norm_quantiles))
+                equal.append((slice(first, last), own[kind].equal_row_shares))
             first = last
-        return CopulaSampler(moments, self._device).with_norms(parts)
+        return CopulaSampler(moments, self._device).with_norms(norms).with_equal_rows(equal)
 
     def _sampler(self, moments: FeatureMoments, factor: Factor) -> Sampler:
         if factor.operand is Operand.G:
@@ -292,9 +293,9 @@ class InputDrawer:
             return NormalSampler.from_features(moments, self._device, with_norms=True)
         if moments.marginal_counts is not None:
             whole = slice(0, moments.width)
-            return CopulaSampler(moments, self._device).with_norms(
-                [(whole, moments.norm_quantiles)]
-            )
+            sampler = CopulaSampler(moments, self._device)
+            sampler.with_norms([(whole, moments.norm_quantiles)])
+            return sampler.with_equal_rows([(whole, moments.equal_row_shares)])
         return NormalSampler.from_features(moments, self._device, with_norms=False)
 
 

@@ -9,6 +9,7 @@ correlation of z.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
@@ -169,6 +170,7 @@ class CopulaSampler:
         self._values = tensor_of(tables.values, device).reshape(-1)
         self._width = width
         self._norm_maps: list[tuple[slice, torch.Tensor, torch.Tensor]] = []
+        self._equal_rows: list[tuple[slice, torch.Tensor]] = []
 
     def with_norms(self, parts: Sequence[tuple[slice, Vector]]) -> CopulaSampler:
         """Restore the norms of parts of the samples, and return this sampler.
@@ -180,9 +182,7 @@ class CopulaSampler:
         Args:
             parts: Features, and the quantiles of their norm at ``NORM_LEVELS``.
         """
-        generator = torch.Generator(self._values.device)
-        generator.manual_seed(0)
-        own = self.sample(_CALIBRATION, generator).double()
+        own = self._calibration()
         inner = np.flatnonzero((_LEVELS >= _LEAST_LEVEL) & (_LEVELS <= 1 - _LEAST_LEVEL))
         for features, wanted in parts:
             norms = np.quantile(own[:, features].norm(dim=1).cpu().numpy(), _LEVELS[inner])
@@ -195,6 +195,34 @@ class CopulaSampler:
                 (features, tensor_of(at, own.device), tensor_of(ratio[first], own.device))
             )
         return self
+
+    def with_equal_rows(self, parts: Sequence[tuple[slice, Vector]]) -> CopulaSampler:
+        """Make rows of the samples constant as often as they were, and return this sampler.
+
+        A row of equal elements, such as softmax of equal scores, has no error under a scale of its
+        own, and no copula of continuous features draws one. Of each row of a sample the recorded
+        share becomes its own mean: where the spread of its elements is least beside its size.
+
+        Args:
+            parts: Features, whole rows of equal length, and how often each of these rows is
+                constant.
+        """
+        own = self._calibration()
+        for features, shares in parts:
+            if not shares.size or not shares.any():
+                continue
+            spread = _spread(own[:, features].view(len(own), shares.size, -1)).cpu().numpy()
+            limits = [
+                np.quantile(found, min(share, 1.0), method="lower") if share > 0 else -1.0
+                for found, share in zip(spread.T, shares, strict=True)
+            ]
+            self._equal_rows.append((features, tensor_of(np.asarray(limits), own.device)))
+        return self
+
+    def _calibration(self) -> torch.Tensor:
+        generator = torch.Generator(self._values.device)
+        generator.manual_seed(0)
+        return self.sample(_CALIBRATION, generator).double()
 
     def sample(self, count: int, generator: torch.Generator) -> torch.Tensor:
         """Return samples [count, features], float32."""
@@ -221,7 +249,17 @@ class CopulaSampler:
         for features, norms, ratios in self._norm_maps:
             part = drawn[:, features]
             part *= _interpolated(part.norm(dim=1), norms, ratios).unsqueeze(1)
+        for features, limits in self._equal_rows:
+            rows = drawn[:, features].view(count, len(limits), -1)
+            constant = (_spread(rows) <= limits).unsqueeze(2)
+            rows.copy_(torch.where(constant, rows.mean(2, keepdim=True), rows))
         return drawn
+
+
+def _spread(rows: torch.Tensor) -> torch.Tensor:
+    """Return the share of rows' squares [.., width] that is not their mean's; Inf for zeros."""
+    deviation = (rows - rows.mean(-1, keepdim=True)).square().sum(-1)
+    return torch.where(rows.any(-1), deviation / rows.square().sum(-1), math.inf)
 
 
 def _interpolated(x: torch.Tensor, at: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

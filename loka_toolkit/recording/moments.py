@@ -8,7 +8,7 @@ Memory of an operand whose samples have n features, in bytes, whatever the numbe
 - covariance and mean: 8 n (n + 1) up to ``moments_width`` features; beyond, 16 n and factors of
   4 * 64 n (:func:`moments_bytes`);
 - marginals, not of gradients: 4 * 321 n + 8 n;
-- norms: 50 KiB of counts and at most 136 KiB of norms.
+- norms: 50 KiB of counts and at most 136 KiB of norms; 8 bytes per row of a sample.
 
 Nothing kept is a sample: means, covariances, counts per feature, quantiles of norms.
 """
@@ -64,6 +64,8 @@ class BatchMoments:
         norms: Euclidean norms of the samples, float64.
         zeros: Elements equal to zero.
         elements: Elements.
+        equal_rows: Of every row of a sample, in how many samples its elements are all equal and not
+            zero: float64 [rows of a sample].
         marginals: Distribution of every feature, or None.
     """
 
@@ -74,6 +76,7 @@ class BatchMoments:
     norms: torch.Tensor
     zeros: int
     elements: int
+    equal_rows: torch.Tensor
     marginals: Marginals | None = None
 
     @property
@@ -82,13 +85,21 @@ class BatchMoments:
         return int(self.mean.shape[0])
 
     @classmethod
-    def of(cls, x: torch.Tensor, full_width: int, *, with_marginals: bool = False) -> BatchMoments:
+    def of(
+        cls,
+        x: torch.Tensor,
+        full_width: int,
+        *,
+        with_marginals: bool = False,
+        sample_rows: int = 1,
+    ) -> BatchMoments:
         """Return the moments of samples [.., features], finite; leading dimensions count samples.
 
         Args:
             x: The samples, at least one.
             full_width: Longest samples whose full covariance is kept.
             with_marginals: Whether to count the values of every feature.
+            sample_rows: Rows that a sample consists of; divides the features.
         """
         width = x.shape[-1]
         narrow = x.detach().reshape(-1, width)
@@ -112,6 +123,7 @@ class BatchMoments:
             norms=rows.norm(dim=1).cpu(),
             zeros=int((narrow == 0).sum()),
             elements=rows.numel(),
+            equal_rows=_equal_rows(narrow.reshape(-1, sample_rows, width // sample_rows)),
             marginals=Marginals.of(narrow) if with_marginals else None,
         )
 
@@ -147,6 +159,7 @@ class RunningMoments:
         self._norm_counts = NormCounts(first.norms)
         self._zeros = float(first.zeros)
         self._elements = float(first.elements)
+        self._equal_rows = first.equal_rows
         self._marginals = first.marginals
 
     @property
@@ -173,6 +186,11 @@ class RunningMoments:
     def zero_share(self) -> float:
         """Share of elements equal to zero."""
         return self._zeros / self._elements
+
+    @property
+    def equal_row_shares(self) -> torch.Tensor:
+        """Share of samples in which a row is constant and not zero, float64 [rows of a sample]."""
+        return self._equal_rows / self._weight
 
     def row_norm_quantiles(self) -> list[float]:
         """Return the quantiles of the norms kept."""
@@ -206,6 +224,7 @@ class RunningMoments:
         self.steps += 1
         self._zeros = self._zeros * decay + batch.zeros
         self._elements = self._elements * decay + batch.elements
+        self._equal_rows = self._equal_rows * decay + batch.equal_rows
         if self._marginals is not None and batch.marginals is not None:
             self._marginals.merge(batch.marginals, decay)
         self._norm_counts.merge(NormCounts(batch.norms), decay)
@@ -228,12 +247,22 @@ class RunningMoments:
             "row_norm_quantiles": self.row_norm_quantiles(),
             "zero_share": self.zero_share,
             "factors": None if factors is None else flat_float32(factors),
+            "equal_row_shares": flat_float32(self.equal_row_shares),
             "norm_quantiles": self._norm_counts.quantiles().astype(np.float32),
             "marginal_counts": None if marginals is None else flat_float32(marginals.counts),
             "marginal_extremes": None
             if marginals is None
             else flat_float32(torch.cat([marginals.least, marginals.largest])),
         }
+
+
+def _equal_rows(samples: torch.Tensor) -> torch.Tensor:
+    """Return how often each row of samples [count, rows, width] is constant and not zero."""
+    if samples.shape[-1] < 2:  # a single element says nothing
+        return torch.zeros(samples.shape[1], dtype=torch.float64)
+    first = samples[..., :1]
+    equal = (samples == first).all(-1) & (first[..., 0] != 0)
+    return equal.sum(0).to("cpu", torch.float64)
 
 
 def _thinned(norms: torch.Tensor) -> torch.Tensor:

@@ -126,7 +126,7 @@ def operand_parts(
     if not has_parameter and _are_samples(x, slots):
         whole: Parts = {
             Place(name, x.shape[1], slot, slots.count): BatchMoments.of(
-                part.flatten(1), full_width, with_marginals=counted
+                part.flatten(1), full_width, with_marginals=counted, sample_rows=x.shape[1]
             )
             for slot, part in enumerate(slots.split(x))
         }

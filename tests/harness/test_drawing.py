@@ -32,12 +32,19 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def recorded(
-    rows: np.ndarray, full_width: int = 1024, *, with_marginals: bool = True
+    rows: np.ndarray,
+    full_width: int = 1024,
+    *,
+    with_marginals: bool = True,
+    sample_rows: int = 1,
 ) -> FeatureMoments:
-    """Return what a trace would say of rows, as it would say it."""
+    """Return what a trace would say of samples, as it would say it."""
     x = torch.from_numpy(np.asarray(rows, np.float32))
-    running = RunningMoments(BatchMoments.of(x, full_width, with_marginals=with_marginals))
-    return decode({"sample_rows": 1, "operand": "x", "site": "s", **running.as_row()})
+    running = RunningMoments(
+        BatchMoments.of(x, full_width, with_marginals=with_marginals, sample_rows=sample_rows)
+    )
+    shape = {"sample_rows": sample_rows, "width": x.shape[1] // sample_rows}
+    return decode({"operand": "x", "site": "s", **running.as_row(), **shape})
 
 
 def rows_like_a_click_log(count: int, width: int, seed: int) -> np.ndarray:
@@ -95,6 +102,38 @@ def test_tails_are_those_of_the_record() -> None:
     assert np.abs(np.log(ratio)).max() < 0.35
     assert drawn.max() <= truth.max() * 1.05
     assert drawn.max() >= truth.max() / 8  # a normal's largest would be 200 times smaller
+
+
+def test_rows_are_constant_as_often_as_recorded_and_zero_rows_stay() -> None:
+    """Softmax of scores that are all equal where a count is zero, row by row of a matrix."""
+    rng = np.random.default_rng(0)
+    shares = np.array([0.0, 0.2, 0.7, 1.0])
+    scores = rng.normal(size=(20_000, 4, 6)) * (rng.random((20_000, 4, 1)) >= shares[:, None])
+    weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+    weights[rng.random(20_000) < 0.1] = 0.0
+    moments = recorded(weights.reshape(20_000, -1), sample_rows=4)
+    whole = slice(0, 24)
+    sampler = CopulaSampler(moments, CPU)
+    sampler.with_norms([(whole, moments.norm_quantiles)])
+    before = sampler.sample(4000, generator()).unflatten(1, (4, 6))
+    sampler.with_equal_rows([(whole, moments.equal_row_shares)])
+    drawn = sampler.sample(4000, generator()).unflatten(1, (4, 6))
+    equal = (drawn == drawn[..., :1]).all(-1) & (drawn[..., 0] != 0)
+    # The threshold is itself estimated from 8,192 draws.
+    error = np.sqrt(shares * (1 - shares) * 0.9 * (1 / 4000 + 1 / 8192 + 1 / 20_000))
+    limit = stats.norm.isf(LEVEL / 2 / 4) * error + 0.03
+    assert (np.abs(equal.double().mean(0).numpy() - 0.9 * shares) < limit).all()
+    torch.testing.assert_close(drawn.mean(2), before.mean(2))
+    assert torch.equal(drawn[~equal], before[~equal])
+
+
+def test_no_row_becomes_constant_unless_recorded() -> None:
+    rows = rows_like_a_click_log(2000, 13, seed=1)
+    moments = recorded(rows)
+    assert moments.equal_row_shares.tolist() == [0.0]
+    plain = CopulaSampler(moments, CPU)
+    told = CopulaSampler(moments, CPU).with_equal_rows([(slice(0, 13), np.zeros(1))])
+    assert torch.equal(plain.sample(64, generator()), told.sample(64, generator()))
 
 
 def test_a_sketched_covariance_is_drawn() -> None:

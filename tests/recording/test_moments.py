@@ -280,6 +280,43 @@ def test_cross_moments_of_constant_norms_and_overflow():
     assert CrossMoments.of(huge, huge) is None
 
 
+def samples_with_equal_rows(shares: list[float], seed: int) -> np.ndarray:
+    """Return samples [200, rows, 7], of whose rows these shares are constant, half of it zero."""
+    rng = np.random.default_rng(seed)
+    samples = rng.lognormal(size=(200, len(shares), 7)).astype(np.float32)
+    for row, share in enumerate(shares):
+        chosen = rng.random(200) < share
+        samples[chosen, row] = samples[chosen, row, :1] * rng.integers(0, 2, (chosen.sum(), 1))
+    return samples
+
+
+@pytest.mark.parametrize("decay", [1.0, 0.25])
+def test_constant_rows_are_counted_and_rows_of_zeros_are_not(decay):
+    """Against a count in NumPy of both steps, the earlier one weighing less."""
+    steps = [samples_with_equal_rows([0.0, 0.3, 0.9], seed) for seed in (0, 1)]
+    running = None
+    for samples in steps:
+        flat = torch.from_numpy(samples.reshape(200, -1))
+        batch = BatchMoments.of(flat, 64, sample_rows=3)
+        if running is None:
+            running = RunningMoments(batch)
+        else:
+            running.merge(batch, decay)
+    truth = [
+        [sum(len(set(row)) == 1 and row[0] != 0 for row in samples[:, at]) for at in range(3)]
+        for samples in steps
+    ]
+    expected = (decay * np.array(truth[0]) + truth[1]) / (decay * 200 + 200)
+    assert expected[0] == 0 and expected[1:].min() > 0.1
+    np.testing.assert_allclose(running.as_row()["equal_row_shares"], expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("width", "rows"), [(1, 1), (3, 3)])
+def test_a_row_of_one_element_is_not_called_constant(width, rows):
+    batch = BatchMoments.of(torch.ones(5, width), 64, sample_rows=rows)
+    assert batch.equal_rows.tolist() == [0.0] * rows
+
+
 @pytest.mark.parametrize("width", [1, 39, 1024, 2613])
 @pytest.mark.parametrize("with_marginals", [False, True])
 def test_memory_is_what_the_formula_says(width, with_marginals):

@@ -105,6 +105,14 @@ def test_what_is_kept_of_a_weight_is_a_copy():
     assert torch.equal(kept, before)
 
 
+def test_constant_rows_are_told_by_their_place_in_a_matrix():
+    x = torch.randn(64, 3, 5)
+    x[:16, 1] = x[:16, 1, :1]
+    parts = operand_parts(Operand.A, x, 64, Slots(), has_parameter=False)
+    assert parts[Place("a", 3)].equal_rows.tolist() == [0, 16, 0]
+    assert parts[Place("a")].equal_rows.tolist() == [16]
+
+
 def test_joint_and_tied_factors():
     z = torch.randn(64, 4, 3)
     assert joint_parts(z, z.mT, 64, Slots()) == {Place("b"): None}
