@@ -5,10 +5,10 @@ of earlier steps may decay, so that moments speak of the model as it is and not 
 
 Memory of an operand whose samples have n features, in bytes, whatever the number of steps:
 
-- covariance and mean: 8 n (n + 1) up to ``moments_width`` features; beyond, 16 n and factors of
-  4 * 64 n (:func:`moments_bytes`);
+- covariance, mean and counts of constant rows: 8 n (n + 2) up to ``moments_width`` features;
+  beyond, 24 n and factors of 4 * 64 n (:func:`moments_bytes`);
 - marginals, not of gradients: 4 * 321 n + 8 n;
-- norms: 50 KiB of counts and at most 136 KiB of norms; 8 bytes per row of a sample.
+- norms: 50 KiB of counts and at most 136 KiB of norms.
 
 Nothing kept is a sample: means, covariances, counts per feature, quantiles of norms.
 """
@@ -47,7 +47,7 @@ def moments_bytes(features: int, full_width: int, *, with_marginals: bool) -> in
         second = 8 * features + 4 * SKETCH_RANK * features
     marginal = (4 * MARGINAL_BINS + 8) * features if with_marginals else 0
     norms = NORM_BYTES + 8 * (_NORMS_KEPT + _NORMS_KEPT_PER_STEP)
-    return second + 8 * features + marginal + norms
+    return second + 16 * features + marginal + norms
 
 
 @dataclasses.dataclass(frozen=True)
