@@ -220,16 +220,32 @@ def replay(
 @guarded
 def estimate(
     run: RunArgument,
-    chip: Annotated[str, typer.Option(help="Chip with roofline data, for example H200.")],
+    chip: Annotated[str, typer.Option(help="H200, H100, B200 or MI300X; it need not be here.")],
+    step_ms: Annotated[
+        float | None,
+        typer.Option(
+            help="Milliseconds of one optimizer step in 16 bits on that chip: the ceiling then "
+            "speaks of the whole step.",
+        ),
+    ] = None,
+    recipe: Annotated[
+        list[str] | None, typer.Option(help="Consider this recipe only (repeatable).")
+    ] = None,
     json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Predict speed-ups per site and recipe without the GPU, casts charged."""
+    """Say how much FP8 could gain at most, by layer and in all, without the GPU."""
     from loka_toolkit.harness import estimate as predict
     from loka_toolkit.workflows.lines import estimate_lines
 
-    rows = predict(run, chip=chip)
-    emit(rows, as_json=json, quiet=quiet, lines=estimate_lines(rows))
+    forecast = predict(run, chip=chip, recipes=recipe, step_ms=step_ms)
+    document = {"ceiling": forecast.ceiling, "gains": forecast.ceiling.gains()}
+    emit(
+        document | {"sites": forecast.sites},
+        as_json=json,
+        quiet=quiet,
+        lines=estimate_lines(forecast),
+    )
 
 
 @app.command()

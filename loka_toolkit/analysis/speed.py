@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from loka_toolkit.analysis.observations import SiteFacts
 from loka_toolkit.artifacts.replay_results import ReplayResults, ReplayRow, Status
 from loka_toolkit.artifacts.safety_map import FAST_SPEEDUP, SpeedEvidence
+from loka_toolkit.numerics.chips import chip_data
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPES, all_recipes, parse_recipe
-from loka_toolkit.numerics.roofline import chip_data, predicted_speedup
+from loka_toolkit.numerics.roofline import predicted_speedup
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,9 @@ from loka_toolkit.environment import CPU_CHIP, Environment, current_environment,
 from loka_toolkit.errors import ConfigurationError, UnknownNameError
 from loka_toolkit.kernels.catalog import catalog
 from loka_toolkit.kernels.contract import Candidate, Chip, Problem
+from loka_toolkit.numerics.chips import CHIPS
 from loka_toolkit.numerics.recipes import DEFAULT_RECIPES, Recipe
-from loka_toolkit.numerics.roofline import CHIPS, predicted_speedup
+from loka_toolkit.numerics.roofline import predicted_speedup
 
 
 def build_table(
@@ -134,7 +135,13 @@ def _chip(name: str, environment: Environment) -> Chip:
         major, minor = environment.capability.split(".")
         return Chip(name, (int(major), int(minor)))
     if name in CHIPS:
-        return Chip(name, CHIPS[name].capability)
+        data = CHIPS[name]
+        if data.capability is None:
+            raise ConfigurationError(
+                f"no candidate runs on {name} ({data.architecture}) yet, so no table can be built "
+                f"for it; `loka estimate --chip {name}` says what FP8 could gain there"
+            )
+        return Chip(name, data.capability)
     raise UnknownNameError("chip", name, {CPU_CHIP, environment.chip, *CHIPS})
 
 

@@ -7,18 +7,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from loka_toolkit.artifacts.trace import Trace
+from loka_toolkit.harness.ceiling import BASELINE, Ceiling, ceiling
 from loka_toolkit.harness.workloads import Workload, workloads_of
-from loka_toolkit.numerics.recipes import parse_recipe
+from loka_toolkit.numerics.chips import ChipData, chip_data
+from loka_toolkit.numerics.recipes import Recipe, parse_recipe
 from loka_toolkit.numerics.roofline import (
-    ChipData,
     cast_time_us,
-    chip_data,
     gemm_time_us,
+    native_recipe,
     unsupported,
 )
-
-BASELINE = "bf16"
-"""What FP8 competes with on chips that have it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,38 +62,62 @@ class Estimate:
     reason: str | None = None
 
 
+@dataclasses.dataclass(frozen=True)
+class Forecast:
+    """What FP8 could gain on a chip that need not be present.
+
+    Attributes:
+        ceiling: The most it could gain on the whole model.
+        sites: One estimate per workload and recipe.
+    """
+
+    ceiling: Ceiling
+    sites: tuple[Estimate, ...]
+
+
 def estimate(
-    trace: Trace | str | Path, *, chip: str, recipes: Sequence[str] | None = None
-) -> tuple[Estimate, ...]:
+    trace: Trace | str | Path,
+    *,
+    chip: str,
+    recipes: Sequence[str] | None = None,
+    step_ms: float | None = None,
+) -> Forecast:
     """Predict every GEMM of a trace on a chip, without running anything.
 
     Args:
         trace: A trace or its directory.
         chip: Name of a chip with roofline data, for example ``H200``.
-        recipes: Recipe names; by default those of the trace.
+        recipes: Recipe names; by default those of the trace. On a chip with fnuz formats their
+            twins are taken.
+        step_ms: Time of one optimizer step in 16 bits on that chip, in milliseconds, if it is
+            known: the ceiling then also speaks of the whole step.
 
     Returns:
-        One estimate per workload and recipe. Operands and output are taken in 16 bits: a model in
-        float32 would be compared with BF16 just the same.
+        The ceiling, and one estimate per workload and recipe. Operands and output are taken in 16
+        bits: a model in float32 would be compared with BF16 just the same.
 
     Raises:
         UnknownNameError: If the chip or a recipe is unknown; near misses are listed.
         ReplayError: If the trace holds no GEMM.
+        ConfigurationError: If the step is shorter than its own products.
     """
     trace = trace if isinstance(trace, Trace) else Trace.open(trace)
     data = chip_data(chip)
     names = tuple(trace.manifest.recipes if recipes is None else recipes)
-    for name in names:
-        parse_recipe(name)
-    return tuple(
-        _estimate(workload, name, data)
-        for workload in workloads_of(trace).workloads
-        for name in names
+    considered = tuple(dict.fromkeys(native_recipe(parse_recipe(name), data) for name in names))
+    usable = [r for r in considered if not r.is_baseline and unsupported(r, data) is None]
+    return Forecast(
+        ceiling=ceiling(trace, data, usable, step_ms),
+        sites=tuple(
+            _estimate(workload, recipe, data)
+            for workload in workloads_of(trace).workloads
+            for recipe in considered
+        ),
     )
 
 
-def _estimate(workload: Workload, recipe: str, chip: ChipData) -> Estimate:
-    p, parsed = workload.problem, parse_recipe(recipe)
+def _estimate(workload: Workload, parsed: Recipe, chip: ChipData) -> Estimate:
+    p, recipe = workload.problem, parsed.name
     reason = unsupported(parsed, chip)
     baseline = gemm_time_us(p.batch, p.m, p.n, p.k, BASELINE, chip)
     gemm, cast_a, cast_b = None, 0.0, 0.0

@@ -1,8 +1,7 @@
 """How long a GEMM and its casts should take on a chip that need not be present.
 
-Peak rates and bandwidths: NVIDIA H100 and H200 Tensor Core GPU datasheets (SXM, dense; FP8 1,979,
-FP16 and BF16 989.5, TF32 494.7, FP32 67 TFLOP/s; 3.35 and 4.8 TB/s; 50 MB of L2). An operation is
-launched, then computes and moves bytes; the two overlap imperfectly, so they add in quadrature:
+An operation is launched, then computes and moves bytes; the two overlap imperfectly, so they add in
+quadrature:
 
     time = launch + sqrt(compute**2 + memory**2)
 
@@ -13,8 +12,8 @@ sustain 75 % of peak, bytes move at 8 TB/s while all of them fit the L2, and a r
 0.25 ns per row. On those shapes the median and the largest error are 1 and 11 % (BF16 GEMM), 6 and
 26 % (FP8 GEMM), 5 and 13 % (static cast), 8 and 25 % (rowwise cast); of the gain over BF16, 6 and
 21 % without casts, 3 and 12 % with a static cast of x, 5 and 31 % with a rowwise one. The largest
-are overestimates of FP8 at 16384 x 1024 x 512. An H100 takes the same constants with its own
-bandwidth: an extrapolation and not a measurement.
+are overestimates of FP8 at 16384 x 1024 x 512. Other chips take the same constants with their own
+rates and bandwidths (:mod:`loka_toolkit.numerics.chips`): an extrapolation and not a measurement.
 
 Assumed and not measured: blockwise products take the time of promoted ones and their casts that of
 rowwise casts; a hybrid computes at the rate of its 16-bit format and moves one byte per element of
@@ -27,17 +26,27 @@ timing.
 
 from __future__ import annotations
 
-import dataclasses
 import math
+
+import msgspec
 
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.errors import ConfigurationError, UnknownNameError
-from loka_toolkit.numerics.formats import FNUZ_FORMATS, FORMATS
+from loka_toolkit.numerics.chips import CHIPS, ChipData
+from loka_toolkit.numerics.formats import (
+    E4M3,
+    E4M3FNUZ,
+    E5M2,
+    E5M2FNUZ,
+    FNUZ_FORMATS,
+    FORMATS,
+)
 from loka_toolkit.numerics.recipes import (
     BASELINE_RECIPES,
     Accumulation,
     Recipe,
     Scaling,
+    all_recipes,
     parse_recipe,
 )
 
@@ -47,70 +56,6 @@ FP8_ALIGNMENT = 16
 PROMOTION_SLOWDOWN = 1.15
 """Time of a GEMM whose accumulator is promoted, over one with fast accumulation, where compute
 bounds it: users of torchao report 1.1 to 1.2 (pytorch/ao issue 2377)."""
-
-
-@dataclasses.dataclass(frozen=True)
-class ChipData:
-    """What the model knows of a chip.
-
-    Attributes:
-        name: As in the environment fingerprint.
-        capability: CUDA compute capability.
-        peak_tflops: Dense peak rate by ``fp8`` or baseline recipe, in TFLOP/s.
-        sustained_share: Share of the peak that large GEMMs reach, by the same names.
-        copy_tb_per_s: Bandwidth of a large copy, reads and writes counted, in TB/s.
-        l2_tb_per_s: The same while all bytes fit the L2.
-        l2_mb: Capacity of the L2, in 10**6 bytes.
-        gemm_launch_us: Time of a GEMM beyond its work, in microseconds.
-        cast_launch_us: The same of an element-wise kernel.
-        cast_row_ns: Additional time of a rowwise cast per row, in nanoseconds.
-        measured: Whether the constants were measured on this chip.
-    """
-
-    name: str
-    capability: tuple[int, int]
-    peak_tflops: dict[str, float]
-    sustained_share: dict[str, float]
-    copy_tb_per_s: float
-    l2_tb_per_s: float
-    l2_mb: float
-    gemm_launch_us: float
-    cast_launch_us: float
-    cast_row_ns: float
-    measured: bool
-
-
-_HOPPER_PEAK_TFLOPS = {"fp8": 1979.0, "fp16": 989.5, "bf16": 989.5, "tf32": 494.7, "fp32": 67.0}
-_HOPPER_SUSTAINED = {"fp8": 0.75, "fp16": 0.8, "bf16": 0.8, "tf32": 0.8, "fp32": 0.8}
-
-H200 = ChipData(
-    name="H200",
-    capability=(9, 0),
-    peak_tflops=_HOPPER_PEAK_TFLOPS,
-    sustained_share=_HOPPER_SUSTAINED,
-    copy_tb_per_s=4.3,
-    l2_tb_per_s=8.0,
-    l2_mb=50.0,
-    gemm_launch_us=3.5,
-    cast_launch_us=2.0,
-    cast_row_ns=0.25,
-    measured=True,
-)
-H100 = dataclasses.replace(H200, name="H100", copy_tb_per_s=4.3 * 3.35 / 4.8, measured=False)
-
-CHIPS: dict[str, ChipData] = {chip.name: chip for chip in (H200, H100)}
-"""Chips with roofline data. A CPU has none: there is no FP8 tensor core to predict."""
-
-
-def chip_data(name: str) -> ChipData:
-    """Return the data of a chip.
-
-    Raises:
-        UnknownNameError: If there are none; near misses are listed.
-    """
-    if name not in CHIPS:
-        raise UnknownNameError("chip", name, CHIPS)
-    return CHIPS[name]
 
 
 def gemm_time_us(
@@ -149,7 +94,13 @@ def gemm_time_us(
 
 
 def cast_time_us(
-    rows: int, columns: int, scaling: Scaling, chip: ChipData, *, source_bytes: int = 2
+    rows: int,
+    columns: int,
+    scaling: Scaling,
+    chip: ChipData,
+    *,
+    source_bytes: int = 2,
+    copies: int = 1,
 ) -> float:
     """Return the time of a stand-alone cast, in microseconds.
 
@@ -163,6 +114,7 @@ def cast_time_us(
         scaling: Grain of the scale.
         chip: Where.
         source_bytes: Bytes per element of the source.
+        copies: FP8 copies written: 2 if the transposed one is written in the same pass.
 
     Raises:
         ConfigurationError: If a dimension is negative.
@@ -174,7 +126,7 @@ def cast_time_us(
     if scaling is Scaling.UNSCALED:
         moved = elements * (source_bytes + 2)
         return chip.cast_launch_us + _memory_us(moved, chip) if source_bytes > 2 else 0.0
-    once = chip.cast_launch_us + _memory_us(elements * (source_bytes + 1), chip)
+    once = chip.cast_launch_us + _memory_us(elements * (source_bytes + copies), chip)
     if scaling is Scaling.STATIC:
         return once
     if scaling is not Scaling.TENSORWISE:
@@ -241,6 +193,11 @@ def predicted_speedup(
     return gemm_time_us(batch, m, n, k, baseline, chip, out_bytes=width) / time
 
 
+def stream_time_us(read_bytes: float, written_bytes: float, chip: ChipData) -> float:
+    """Return the time of an element-wise kernel that moves so many bytes, in microseconds."""
+    return chip.cast_launch_us + _memory_us(read_bytes + written_bytes, chip)
+
+
 def _memory_us(moved_bytes: float, chip: ChipData) -> float:
     fits = moved_bytes <= chip.l2_mb * 1e6
     return moved_bytes / ((chip.l2_tb_per_s if fits else chip.copy_tb_per_s) * 1e6)
@@ -252,14 +209,38 @@ def unsupported(recipe: Recipe, chip: ChipData) -> str | None:
     Sources: PTX ISA, ``tcgen05.mma`` with ``kind::mxf8f6f4`` (sm_100a); AMD's CDNA 3 instruction
     set architecture, whose FP8 formats are the fnuz twins; torch's constraints on block scales.
     """
-    if not {recipe.format_a, recipe.format_b}.isdisjoint(FNUZ_FORMATS):
+    if recipe.is_baseline:
+        return None
+    formats = {recipe.format_a, recipe.format_b}
+    if chip.is_fnuz:
+        if formats.isdisjoint(FNUZ_FORMATS):
+            return (
+                f"the matrix cores of {chip.name} multiply the fnuz formats, not those of {recipe}"
+            )
+    elif not formats.isdisjoint(FNUZ_FORMATS):
         return f"{recipe.format_a} and its twin need gfx942, an AMD CDNA 3 chip"
-    have = f"{chip.name} has {chip.capability[0]}.{chip.capability[1]}"
-    if recipe.scaling is Scaling.MXFP8 and chip.capability < (10, 0):
+    have = f"{chip.name} is {chip.architecture}"
+    capability = chip.capability or (0, 0)
+    if recipe.scaling is Scaling.MXFP8 and capability < (10, 0):
         return f"tensor cores scale blocks of mxfp8 from compute capability 10.0 on, and {have}"
-    if recipe.scaling is Scaling.BLOCKWISE and chip.capability != (9, 0):
+    if recipe.scaling is Scaling.BLOCKWISE and capability != (9, 0):
         return f"blockwise products need compute capability 9.0, and {have}"
     return None
+
+
+def native_recipe(recipe: Recipe, chip: ChipData) -> Recipe:
+    """Return a recipe in the FP8 formats of a chip: the fnuz twins, summed in fp32, on gfx942.
+
+    A recipe of which there is no such twin, mxfp8 for one, is returned as it is.
+    """
+    if not chip.is_fnuz:
+        return recipe
+    a, b = (_TWINS.get(name, name) for name in (recipe.format_a, recipe.format_b))
+    twin = msgspec.structs.replace(recipe, format_a=a, format_b=b, accumulation=Accumulation.FP32)
+    return twin if twin.name in all_recipes() else recipe
+
+
+_TWINS = {E4M3.name: E4M3FNUZ.name, E5M2.name: E5M2FNUZ.name}
 
 
 def _arithmetic(recipe: Recipe) -> tuple[str, float]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from loka_toolkit.artifacts.dispatch_table import DispatchTable
@@ -11,7 +11,7 @@ from loka_toolkit.artifacts.safety_map import SafetyMap, Verdict
 from loka_toolkit.console import table_lines
 
 if TYPE_CHECKING:
-    from loka_toolkit.harness import Estimate
+    from loka_toolkit.harness import Ceiling, Forecast
     from loka_toolkit.workflows.check_table import CheckReport
     from loka_toolkit.workflows.demo import DemoSummary
     from loka_toolkit.workflows.inspect_environment import (
@@ -162,8 +162,9 @@ def environment_lines(description: EnvironmentDescription) -> list[str]:
     return [*lines, "", *table_lines(["kernels", "version", "recipes that run here"], rows)]
 
 
-def estimate_lines(estimates: Sequence[Estimate]) -> list[str]:
-    """Return predictions as lines."""
+def estimate_lines(forecast: Forecast) -> list[str]:
+    """Return predictions as lines, the most that could be gained first."""
+    estimates = forecast.sites
     rows = [
         [
             row.site,
@@ -175,17 +176,62 @@ def estimate_lines(estimates: Sequence[Estimate]) -> list[str]:
         ]
         for row in estimates
     ]
-    if not estimates:
-        return ["no GEMM to predict: the trace holds no sites"]
-    baseline, chip = estimates[0].baseline, estimates[0].chip
-    basis = "constants measured on it" if estimates[0].measured else "datasheet constants"
+    baseline = forecast.ceiling.baseline
     headers = ["site", "recipe", "batch x m x n x k", f"{baseline} us", "fp8 us", "speed-up"]
     return [
-        f"predicted for {chip} by roofline ({basis}); nothing was run; casts are charged in full",
+        *ceiling_lines(forecast.ceiling),
+        "",
+        "Each site by itself, every cast charged in full:",
         "",
         *table_lines(headers, rows),
         *dict.fromkeys(f"no time for {e.recipe}: {e.reason}" for e in estimates if e.reason),
     ]
+
+
+def ceiling_lines(ceiling: Ceiling) -> list[str]:
+    """Return the most that FP8 could gain as lines."""
+    basis = "constants measured on it" if ceiling.measured else "data sheet, not measured"
+    share = ""
+    if ceiling.step_ms is not None:
+        share = f", {ceiling.baseline_us / ceiling.step_ms / 10:.0f} % of a step"
+    gains = [
+        [
+            name,
+            f"{gain.saved_us:.1f}",
+            f"{gain.gemms:.2f}",
+            "-" if gain.step is None else f"{gain.step:.2f}",
+        ]
+        for name, gain in ceiling.gains().items()
+    ]
+    layers = [
+        [
+            layer.layer,
+            next(iter(layer.roles.values())),
+            f"{layer.baseline_us:.1f}",
+            f"{layer.baseline_us / layer.standalone_us:.2f}" if layer.standalone_us else "-",
+            f"{layer.baseline_us / layer.fused_us:.2f}" if layer.fused_us else "-",
+            f"{layer.removed_us:.1f}",
+            ", ".join(f"{role} {recipe}" for role, recipe in layer.fused.items()) or "none pays",
+        ]
+        for layer in ceiling.layers
+    ]
+    headers = ["layer", "batch x m x n x k", f"{ceiling.baseline} us", "alone", "fused"]
+    lines = [
+        f"At most, on {ceiling.chip}, by roofline ({basis}); nothing was run, no error is judged",
+        "",
+        f"products of a step: {ceiling.baseline_us:.1f} us in {ceiling.baseline}{share}",
+        "",
+        *table_lines(["account", "us saved", "products", "whole step"], gains),
+        "",
+        *table_lines([*headers, "Mods us", "in FP8 with fused casts"], layers),
+    ]
+    if not ceiling.recipes:
+        lines += ["", f"{ceiling.chip} computes none of the recipes: no product can be faster"]
+    if ceiling.step_ms is None:
+        lines += ["", "the whole step: pass --step-ms, its time in 16 bits on that chip"]
+    if ceiling.not_counted:
+        lines += ["", f"not counted, no kernel can stand in: {', '.join(ceiling.not_counted)}"]
+    return lines
 
 
 def check_lines(report: CheckReport) -> list[str]:

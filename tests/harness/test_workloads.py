@@ -15,8 +15,9 @@ from loka_toolkit.errors import ArtifactCorruptError, ConfigurationError, Unknow
 from loka_toolkit.harness import POLICIES, Method, TimingPolicy, estimate
 from loka_toolkit.harness.timing import copies_needed, measure, policy_for
 from loka_toolkit.harness.workloads import select, workloads_of
+from loka_toolkit.numerics.chips import H200
 from loka_toolkit.numerics.recipes import parse_recipe
-from loka_toolkit.numerics.roofline import H200, cast_time_us, gemm_time_us, predicted_speedup
+from loka_toolkit.numerics.roofline import cast_time_us, gemm_time_us, predicted_speedup
 
 CPU = torch.device("cpu")
 

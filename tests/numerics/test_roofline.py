@@ -12,15 +12,14 @@ import pytest
 
 from loka_toolkit.artifacts.sites import Role
 from loka_toolkit.errors import ConfigurationError, UnknownNameError
+from loka_toolkit.numerics.chips import B200, CHIPS, H100, H200, MI300X, chip_data
 from loka_toolkit.numerics.recipes import Scaling, parse_recipe
 from loka_toolkit.numerics.roofline import (
-    CHIPS,
-    H100,
-    H200,
     cast_time_us,
-    chip_data,
     gemm_time_us,
+    native_recipe,
     predicted_speedup,
+    stream_time_us,
     unsupported,
 )
 
@@ -169,7 +168,7 @@ def test_h100_shares_compute_and_has_less_bandwidth() -> None:
 
 
 def test_where_there_is_nothing_to_predict() -> None:
-    assert set(CHIPS) == {"H200", "H100"}
+    assert "cpu" not in CHIPS and all(chip.name == name for name, chip in CHIPS.items())
     assert predicted_speedup(Role.FWD, 1, 64, 64, 64, FAST["static"], "cpu") is None
     assert predicted_speedup(Role.NORM, 1, 64, 64, 0, FAST["static"], "H200") is None
     assert predicted_speedup(Role.FWD, 1, 0, 64, 64, FAST["static"], "H200") is None
@@ -199,7 +198,7 @@ def test_wrong_arguments_are_named() -> None:
 @pytest.mark.parametrize(
     ("recipe", "why"),
     [
-        ("e4m3/mxfp8/fp32", "10.0 on, and H200 has 9.0"),
+        ("e4m3/mxfp8/fp32", "10.0 on, and H200 is sm_90"),
         ("e4m3fnuz/tensorwise/fp32", "gfx942"),
         ("e5m2fnuz-e4m3fnuz/blockwise/fp32", "gfx942"),
         ("bf16-e4m3fnuz/rowwise/fp32", "gfx942"),
@@ -219,9 +218,48 @@ def test_blocks_cost_what_promotion_and_rowwise_casts_cost() -> None:
     assert ragged > gemm_time_us(1, 8192, 1024, 1025, "e4m3/rowwise/promoted-128", H200)
     rows = cast_time_us(8192, 1024, Scaling.ROWWISE, H200)
     assert cast_time_us(8192, 1024, Scaling.BLOCKWISE, H200) == rows
-    blackwell = dataclasses.replace(H200, name="B200", capability=(10, 0))
-    assert "9.0" in str(unsupported(parse_recipe("e4m3/blockwise/fp32"), blackwell))
-    assert unsupported(parse_recipe("e4m3/mxfp8/fp32"), blackwell) is None
+    assert "9.0" in str(unsupported(parse_recipe("e4m3/blockwise/fp32"), B200))
+    assert unsupported(parse_recipe("e4m3/mxfp8/fp32"), B200) is None
+
+
+def test_a_second_copy_in_the_same_pass_costs_what_it_writes() -> None:
+    one, two = (cast_time_us(65536, 4096, Scaling.STATIC, H200, copies=n) for n in (1, 2))
+    work = one - H200.cast_launch_us
+    assert two - H200.cast_launch_us == pytest.approx(work * 4 / 3, rel=1e-12)
+
+
+def test_an_element_wise_kernel_moves_its_bytes() -> None:
+    one_gigabyte = stream_time_us(5e8, 5e8, H200)
+    assert one_gigabyte == pytest.approx(1e9 / 4.3e12 * 1e6 + H200.cast_launch_us)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "twin"),
+    [
+        ("e4m3/static/fast", "e4m3fnuz/static/fp32"),
+        ("e5m2-e4m3/rowwise/fast", "e5m2fnuz-e4m3fnuz/rowwise/fp32"),
+        ("bf16-e4m3/tensorwise/fp32", "bf16-e4m3fnuz/tensorwise/fp32"),
+        ("e4m3fnuz/static/fp32", "e4m3fnuz/static/fp32"),
+        ("e4m3/mxfp8/fp32", "e4m3/mxfp8/fp32"),
+        ("bf16", "bf16"),
+    ],
+)
+def test_a_recipe_in_the_formats_of_the_chip(recipe: str, twin: str) -> None:
+    assert native_recipe(parse_recipe(recipe), MI300X).name == twin
+    assert native_recipe(parse_recipe(recipe), H200).name == recipe
+
+
+def test_what_an_mi300x_computes() -> None:
+    """Datasheet: FP8 at twice the rate of BF16; in fnuz formats only, and no block scales."""
+    for recipe in ("e4m3/static/fast", "bf16-e4m3/static/fp32", "e4m3/mxfp8/fp32"):
+        assert "fnuz" in str(unsupported(parse_recipe(recipe), MI300X))
+    assert "gfx942" in str(unsupported(parse_recipe("e4m3fnuz/blockwise/fp32"), MI300X))
+    size = (1, 8192, 8192, 8192)
+    gain = gemm_time_us(*size, "bf16", MI300X) / gemm_time_us(*size, "e4m3fnuz/static/fp32", MI300X)
+    assert 1.5 < gain < 2.0
+    for chip in (B200, MI300X):
+        assert not chip.measured
+        assert chip.peak_tflops["fp8"] == pytest.approx(2 * chip.peak_tflops["bf16"], rel=1e-3)
 
 
 def test_a_hybrid_computes_in_16_bits_and_moves_one_byte_less() -> None:
