@@ -168,7 +168,7 @@ def ceiling(
         step_ms=step_ms,
     )
     least_ms = (result.baseline_us + result.removed_us) / 1e3
-    if step_ms is not None and step_ms <= least_ms:
+    if step_ms is not None and not step_ms > least_ms:
         raise ConfigurationError(
             f"a step of {step_ms:g} ms is no longer than the {least_ms:.3g} ms that its products, "
             f"norms and bias gradients alone take on {chip.name} in {BASELINE}; give the time of "

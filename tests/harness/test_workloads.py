@@ -74,7 +74,7 @@ def test_damaged_sites_are_named(writer: Any, changes: dict[str, Any], words: st
 
 
 def test_estimates_are_the_roofline_with_all_casts_charged(linear_trace: Trace) -> None:
-    rows = estimate(linear_trace, chip="H200")
+    rows = estimate(linear_trace, chip="H200").sites
     assert len(rows) == 3 * len(linear_trace.manifest.recipes)
     for row in rows:
         recipe = parse_recipe(row.recipe)
@@ -84,7 +84,7 @@ def test_estimates_are_the_roofline_with_all_casts_charged(linear_trace: Trace) 
             predicted_speedup(Role(row.role), 1, row.m, row.n, row.k, recipe, "H200")
         )
         assert row.measured and row.chip == "H200" and row.baseline == "bf16"
-    (bf16,) = {row.speedup for row in estimate(linear_trace, chip="H200", recipes=["bf16"])}
+    (bf16,) = {row.speedup for row in estimate(linear_trace, chip="H200", recipes=["bf16"]).sites}
     assert bf16 == 1.0
     with pytest.raises(UnknownNameError, match="H100"):
         estimate(linear_trace, chip="H20O")
@@ -94,7 +94,7 @@ def test_estimates_are_the_roofline_with_all_casts_charged(linear_trace: Trace) 
 
 def test_an_empty_product_has_no_speedup(writer: Any) -> None:
     writer.linear("l", tokens=0, width=8, outputs=8, roles=("fwd", "dgrad"))
-    rows = estimate(writer.write(), chip="H100", recipes=["e4m3/static/fast"])
+    rows = estimate(writer.write(), chip="H100", recipes=["e4m3/static/fast"]).sites
     assert [row.speedup for row in rows] == [None, None]
 
 
